@@ -1,0 +1,203 @@
+# Copyright 2026 The vanilla-transformer authors. Licensed under the Apache License, Version 2.0.
+"""Decoding speed of `model.search` beside stock generate(), MarianMT and CTranslate2: the same weights, the same batches.
+
+    python benchmarks/decode_speed.py --preset tiny                                     random weights, 20 tokens each
+    python benchmarks/decode_speed.py --model FOLDER --source_file test_2016_flickr.en.gz      a trained model, its own ends
+
+All engines run in turn, several times over; the best time of each counts. On a machine that others use too, take
+`--threads 1 --clock cpu`: seconds of computing instead of seconds that passed.
+"""
+
+import argparse
+import gzip
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ctranslate2
+import numpy as np
+import torch
+import transformers
+from ctranslate2.converters.transformers import BartLoader
+from transformers import AutoTokenizer, MarianConfig, MarianMTModel
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration  # noqa: E402
+
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def main():
+    args = parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(args.threads)
+    model, sources = trained(args) if args.model else untrained(args)
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, ctranslate2 {ctranslate2.__version__}, ", end="")
+    print(f"{args.threads} threads, {args.model or args.preset}, {len(sources)} sentences\n")
+    engines = {"ours": ours(model), "stock generate": stock(model), **marian(model), **ctranslate(model, args.threads)}
+    print(f"| | {' | '.join(engines)} |\n|---|{'---|' * len(engines)}")
+    for beams in (4, 1):
+        for name, batches in workloads(sources, args).items():
+            report(f"beam {beams}, {name}", engines, batches, beams, args)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a trained model with its tokenizer; default: random weights")
+    parser.add_argument("--source_file", default=Path("../shared/data/multi30k/test_2016_flickr.en.gz"), type=Path)
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--vocab_size", default=10_000, type=int)
+    parser.add_argument("--sentences", default=192, type=int)
+    parser.add_argument("--single", default=8, type=int, help="sentences translated one by one, for the latency")
+    parser.add_argument("--batch_size", default=64, type=int)
+    parser.add_argument("--length", default=20, type=int, help="tokens of each translation, with random weights")
+    parser.add_argument("--repeats", default=5, type=int)
+    parser.add_argument("--threads", default=torch.get_num_threads(), type=int)
+    parser.add_argument("--clock", default="wall", choices=CLOCKS)
+    return parser.parse_args()
+
+
+def untrained(args):
+    """A random model and random sources of about 16 tokens."""
+    torch.manual_seed(0)
+    config = VanillaConfig.preset(args.preset, vocab_size=args.vocab_size, position_layout="concatenated")
+    model = VanillaForConditionalGeneration(config).eval()
+    lengths = torch.randint(8, 25, (args.sentences,)).tolist()
+    return model, [[*torch.randint(4, args.vocab_size, (n,)).tolist(), config.eos_token_id] for n in lengths]
+
+
+def trained(args):
+    args.length = None
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    with (gzip.open if args.source_file.suffix == ".gz" else open)(args.source_file, "rt", encoding="utf-8") as lines:
+        texts = [line.rstrip("\n") for line, _ in zip(lines, range(args.sentences), strict=False)]
+    return VanillaForConditionalGeneration.from_pretrained(args.model).eval(), tokenizer(texts).input_ids
+
+
+def workloads(sources, args):
+    """Batches of like length, and single sentences."""
+    ordered = sorted(sources, key=len, reverse=True)
+    batches = [ordered[i : i + args.batch_size] for i in range(0, len(ordered), args.batch_size)]
+    return {f"{args.batch_size} a batch": batches, "one by one": [[source] for source in sources[: args.single]]}
+
+
+def report(title, engines, batches, beams, args):
+    """One row of the table: output tokens a second, ours over theirs, and how many translations are equal to ours."""
+    clock, best, outputs = CLOCKS[args.clock], dict.fromkeys(engines, float("inf")), {}
+    for _ in range(args.repeats):
+        for name, engine in engines.items():
+            start = clock()
+            outputs[name] = [tokens for batch in batches for tokens in engine(batch, beams, args.length)]
+            best[name] = min(best[name], clock() - start)
+    rates = {name: sum(map(len, outputs[name])) / best[name] for name in engines}
+    cells = []
+    for name, rate in rates.items():
+        agree = np.mean([a == b for a, b in zip(outputs["ours"], outputs[name], strict=True)])
+        cells.append(f"{rate:,.0f}" + ("" if name == "ours" else f" ({rates['ours'] / rate:.2f}x, {agree:.0%} equal)"))
+    print(f"| {title} | {' | '.join(cells)} |", flush=True)
+
+
+# -- The engines: (sources, beams, length or None) -> token ids up to </s> ---------------------------------------------
+
+
+def padded(sources):
+    """Token ids (B, S) and attention mask."""
+    rows = [torch.tensor(source) for source in sources]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return ids, (torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows])).long()
+
+
+def ours(model):
+    def translate(sources, beams, length):
+        ids, mask = padded(sources)
+        limits = {"max_new_tokens": length, "min_new_tokens": length} if length else {}
+        found = model.search(ids, mask, num_beams=beams, suppress_tokens=(3,), **limits)
+        return [[token for token in hypotheses[0].tokens if token != model.config.eos_token_id] for hypotheses in found]
+
+    return translate
+
+
+def stock(model):
+    config, suppress = model.config, sorted({0, 1, 3, model.config.decoder_start_token_id} - {model.config.eos_token_id})
+
+    def translate(sources, beams, length):
+        ids, mask = padded(sources)
+        longest = length or ids.shape[1] + 50
+        found = model.generate(
+            ids, attention_mask=mask, num_beams=beams, do_sample=False, suppress_tokens=suppress,
+            max_new_tokens=longest, min_new_tokens=length or 0, length_penalty=0.6,
+        )  # fmt: skip
+        return [[token for token in row if token not in (config.pad_token_id, config.eos_token_id)] for row in found[:, 1:].tolist()]
+
+    return translate
+
+
+def marian(model):
+    """transformers' MarianMT with the same weights, where it has the architecture."""
+    config = model.config
+    if config.position_layout != "concatenated" or config.norm_position != "post" or not config.shares_all_embeddings:
+        return {}
+    names = "vocab_size d_model encoder_layers decoder_layers encoder_attention_heads decoder_attention_heads encoder_ffn_dim decoder_ffn_dim activation_function max_position_embeddings pad_token_id bos_token_id eos_token_id decoder_start_token_id"
+    twin = MarianMTModel(MarianConfig(**{name: getattr(config, name) for name in names.split()}, scale_embedding=True, forced_eos_token_id=None))
+    missing, _ = twin.load_state_dict(model.state_dict(), strict=False)
+    if unknown := [name for name in missing if "embed_positions" not in name and name != "final_logits_bias"]:
+        raise ValueError(f"MarianMT has weights that the model lacks: {unknown}")
+    return {"MarianMT generate": stock(twin.eval())}
+
+
+class Loader(BartLoader):
+    """CTranslate2's loader for BART, told where our scale, positions and last LayerNorm are."""
+
+    def set_common_layers(self, spec, stack):
+        config = stack.config
+        spec.scale_embeddings = np.float32(config.d_model**0.5)
+        spec.position_encodings.encodings = stack.embed_positions.table.numpy()
+        embeddings = spec.embeddings[0] if isinstance(spec.embeddings, list) else spec.embeddings
+        self.set_embeddings(embeddings, stack.embed_tokens)
+        if config.norm_position == "pre":
+            self.set_layer_norm(spec.layer_norm, stack.layer_norm)
+
+
+def ctranslate(model, threads):
+    """CTranslate2 with the same weights, in float32 and int8."""
+    config, loader = model.config, Loader()
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", *map(str, range(4, config.vocab_size))]
+    spec = ctranslate2.specs.TransformerSpec.from_config(
+        (config.encoder_layers, config.decoder_layers),
+        config.encoder_attention_heads,
+        pre_norm=config.norm_position == "pre",
+        activation=ctranslate2.specs.Activation[config.activation_function.upper()],
+    )
+    loader.set_encoder(spec.encoder, model.model.encoder)
+    loader.set_decoder(spec.decoder, model.model.decoder)
+    loader.set_linear(spec.decoder.projection, model.lm_head)
+    spec.register_source_vocabulary(tokens)
+    spec.register_target_vocabulary(tokens)
+    spec.validate()
+    with tempfile.TemporaryDirectory() as folder:
+        spec.save(folder)
+        return {
+            f"CTranslate2 {kind}": ctranslate_engine(ctranslate2.Translator(folder, compute_type=kind, intra_threads=threads), tokens)
+            for kind in ("float32", "int8")
+        }
+
+
+def ctranslate_engine(translator, tokens):
+    ids = {token: i for i, token in enumerate(tokens)}
+
+    def translate(sources, beams, length):
+        results = translator.translate_batch(
+            [[tokens[i] for i in source] for source in sources], beam_size=beams, max_batch_size=0, length_penalty=0.6,
+            max_decoding_length=length or max(map(len, sources)) + 50, min_decoding_length=length or 1,
+            suppress_sequences=[["<pad>"], ["<s>"], ["<unk>"]],
+        )  # fmt: skip
+        return [[ids[token] for token in result.hypotheses[0]] for result in results]
+
+    return translate
+
+
+if __name__ == "__main__":
+    main()

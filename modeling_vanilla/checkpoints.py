@@ -1,0 +1,111 @@
+"""Checkpoints: complete model folders plus the state of training, written so that a crash at any moment loses nothing.
+
+A checkpoint is written into a hidden folder, flushed to disk and renamed, so `checkpoint-<update>` is whole or absent.
+It holds no pickle: tensors are safetensors, the rest is JSON. Random numbers need no state, as every update seeds its
+own (see `training.Training.update`), and the data plan is a function of the update number.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from .sharing import save_model, written_aside
+
+
+STATE = "training_state"
+MANIFEST = "manifest.json"
+
+
+def save(output_dir, update, model, tokenizer, tensors, progress):
+    """Write `checkpoint-<update>` and return its path.
+
+    Args:
+        model: plain model whose weights are saved.
+        tensors: file name -> {name: tensor}, the optimizer's moments and the moving average.
+        progress: what JSON can hold.
+
+    Raises:
+        OSError: the disk is full; what was written is removed, earlier checkpoints are untouched.
+    """
+    folder = Path(output_dir) / f"checkpoint-{update}"
+    shutil.rmtree(folder, ignore_errors=True)  # a broken one that was passed over
+    try:
+        with written_aside(folder) as aside:
+            save_model(model, tokenizer, aside)
+            (aside / STATE).mkdir()
+            for name, content in tensors.items():
+                save_file(content, aside / STATE / f"{name}.safetensors")
+            (aside / STATE / "progress.json").write_text(json.dumps(progress, indent=1))
+            sizes = {str(path.relative_to(aside)): path.stat().st_size for path in aside.rglob("*") if path.is_file()}
+            (aside / STATE / MANIFEST).write_text(json.dumps(sizes, indent=1))
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{folder} could not be written ({error})") from error
+    return folder
+
+
+def load(folder):
+    """(weights, {file name: tensors}, progress) of a checkpoint."""
+    state = Path(folder) / STATE
+    tensors = {path.stem: load_file(path) for path in state.glob("*.safetensors")}
+    return load_file(Path(folder) / "model.safetensors"), tensors, json.loads((state / "progress.json").read_text())
+
+
+def load_weights(model, weights):
+    """Overwrite the model's parameters; tied ones are stored once.
+
+    Raises:
+        ValueError: the weights belong to another model.
+    """
+    report = model.load_state_dict(weights, strict=False)
+    stored = {tensor.data_ptr() for name, tensor in model.state_dict().items() if name in weights}
+    missing = [name for name in report.missing_keys if model.get_parameter(name).data_ptr() not in stored]
+    if missing or report.unexpected_keys:
+        raise ValueError(f"the weights belong to another model: {(missing or report.unexpected_keys)[0]}")
+
+
+def fault(folder):
+    """Why the folder is no whole checkpoint, or None."""
+    folder = Path(folder)
+    try:
+        sizes = json.loads((folder / STATE / MANIFEST).read_text())
+        for name, size in sizes.items():
+            if (folder / name).stat().st_size != size:
+                return f"{name} has {(folder / name).stat().st_size} bytes instead of {size}"
+            if name.endswith(".safetensors"):
+                with safe_open(folder / name, "pt") as file:
+                    file.keys()
+        json.loads((folder / STATE / "progress.json").read_text())
+    except (OSError, ValueError, SafetensorError) as error:
+        return str(error)
+    return None
+
+
+def all_in(output_dir):
+    """Checkpoint folders, oldest first, sorted by number."""
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(folders, key=number)
+
+
+def number(folder):
+    return int(Path(folder).name.rpartition("-")[2])
+
+
+def newest(output_dir, say=print):
+    """The newest whole checkpoint, or None; broken ones are passed over with a message."""
+    for folder in reversed(all_in(output_dir)):
+        reason = fault(folder)
+        if reason is None:
+            return folder
+        say(f"{folder} is passed over: {reason}")
+    return None
+
+
+def rotate(output_dir, keep, best=None):
+    """Delete all but the newest `keep` checkpoints and the best one (its update number)."""
+    for folder in all_in(output_dir)[:-keep]:
+        if number(folder) != best:
+            shutil.rmtree(folder)

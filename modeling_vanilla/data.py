@@ -1,0 +1,190 @@
+"""From the recipe's files to token ids: load, clean, hold out, tokenise, and read the pairs of one update."""
+
+import hashlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset, Features, Sequence, Value
+from datasets.fingerprint import Hasher
+
+from . import corpus
+from .batching import collate
+from .errors import InputError
+from .tokenization import DropoutSegmenter
+
+
+HELD_OUT = 1000  # validation pairs taken from the training data when the recipe names none, at most a tenth of it
+
+
+@dataclass
+class Splits:
+    """The text: three data sets with the columns `source` and `target`, and what was done to the training data."""
+
+    train: Dataset | None = None
+    validation: Dataset | None = None
+    test: Dataset | None = None
+    dropped: dict = field(default_factory=dict)  # reason -> number of training pairs
+    overlap: int = 0  # training pairs that also occur in the validation or test data
+
+
+def load(recipe):
+    """The recipe's data: everything it names, cleaned and cut to the sizes it asks for."""
+    names = {split: getattr(recipe, f"{split}_file") for split in ("train", "validation", "test")}
+    if not recipe.do_train:
+        names["train"] = None
+    if recipe.train_file == "demo":
+        names = {split: name or "demo" for split, name in names.items()}
+    if recipe.dataset_name:
+        names = dict.fromkeys(names, recipe.dataset_name)
+    limits = {
+        "train": recipe.max_train_samples,
+        "validation": recipe.max_eval_samples,
+        "test": recipe.max_predict_samples,
+    }
+    splits = Splits()
+    for split, name in names.items():
+        if name is not None:
+            setattr(splits, split, head(read(recipe, name, split), limits[split]))
+    if splits.train is not None:
+        clean(splits, recipe)
+    return splits
+
+
+def read(recipe, name, split):
+    return corpus.load(
+        name,
+        recipe.source_lang,
+        recipe.target_lang,
+        split=split,
+        references=split != "test",
+        dataset_config_name=recipe.dataset_config_name,
+    )
+
+
+def head(pairs, limit):
+    return pairs if limit is None else pairs.select(range(min(limit, len(pairs))))
+
+
+def clean(splits, recipe):
+    """Drop what cannot be learnt from, hold out validation data if there is none, report or remove overlap."""
+    splits.train, splits.dropped = corpus.clean(
+        splits.train, deduplicate=recipe.deduplicate, max_length_ratio=recipe.max_length_ratio
+    )
+    if splits.validation is None:
+        splits.train, splits.validation = hold_out(splits.train)
+    for held_out in filter(None, (splits.validation, splits.test)):
+        if "target" not in held_out.column_names:
+            continue
+        shared = corpus.overlap(splits.train, held_out)
+        splits.overlap += len(shared)
+        if recipe.remove_overlap and len(shared):
+            splits.train = splits.train.select(np.setdiff1d(np.arange(len(splits.train)), shared))
+    if not len(splits.train):
+        raise InputError(f"{recipe.train_file or recipe.dataset_name}: no pair is left to train on: {splits.dropped}")
+
+
+def hold_out(pairs):
+    """(train, validation), split by a hash of the source, so that no held-out sentence stays in the training data."""
+    keys = np.array([int(hashlib.md5(text.encode()).hexdigest()[:15], 16) for text in pairs["source"]])
+    count = min(HELD_OUT, len(pairs) // 10)
+    if count == 0:
+        return pairs, None
+    last = np.sort(keys)[count - 1]
+    return pairs.select(np.flatnonzero(keys > last)), pairs.select(np.flatnonzero(keys <= last))
+
+
+def tokenise(pairs, tokenizer, workers=None):
+    """Columns `input_ids` and `labels`, memory-mapped; each ends with </s>. A second identical run reads the cache."""
+    backend = tokenizer.backend_tokenizer
+    sides = {"source": "input_ids", "target": "labels"}
+
+    def encode(batch):
+        return {sides[name]: [line.ids for line in backend.encode_batch(batch[name])] for name in batch}
+
+    columns = [name for name in sides if name in pairs.column_names]
+    return pairs.map(
+        encode,
+        batched=True,
+        remove_columns=pairs.column_names,
+        features=Features({sides[name]: Sequence(Value("int32")) for name in columns}),
+        num_proc=workers,
+        # The default fingerprint pickles the tokenizer, whose state changes when it is first used.
+        new_fingerprint=Hasher.hash([pairs._fingerprint, backend.to_str()]),
+        desc="tokenising",
+    )
+
+
+def lengths(tokens):
+    """Token counts (N, 2) of source and target."""
+    table = tokens.with_format("arrow")[:]
+    return np.stack([pc.list_value_length(table[name]).to_numpy() for name in ("input_ids", "labels")], axis=1)
+
+
+class PairReader:
+    """Reads the pairs of one update as batches, with the noise that the recipe asks for.
+
+    Noise is a function of seed, epoch and pair alone: the same on any number of devices and after any interruption.
+    """
+
+    def __init__(self, tokens, text, tokenizer, config, recipe, plan, device=0, num_devices=1, pin=False):
+        self.tokens, self.text, self.config, self.recipe, self.plan = tokens, text, config, recipe, plan
+        self.device, self.num_devices, self.pin = device, num_devices, pin
+        self.unk = tokenizer.unk_token_id
+        self.segmenter = DropoutSegmenter(tokenizer, recipe.bpe_dropout) if recipe.bpe_dropout else None
+
+    def update(self, n):
+        """This device's micro-batches of update n: dictionaries of tensors (see `batching.collate`)."""
+        shares = self.plan.update(n, self.num_devices)
+        epoch = n // self.plan.updates_per_epoch
+        filler = next(rows for share in shares for rows in share if len(rows))[:1]
+        return [self.batch(rows, filler, epoch) for rows in shares[self.device]]
+
+    def batch(self, rows, filler, epoch):
+        batch = collate(
+            self.pairs(rows if len(rows) else filler, epoch),
+            self.config.pad_token_id,
+            self.config.decoder_start_token_id,
+        )
+        if not len(rows):
+            batch["labels"].fill_(-100)  # every device takes part in the reduction of gradients, this one with zeros
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin else batch
+
+    def pairs(self, rows, epoch):
+        """Token ids of the pairs, segmented anew with BPE-dropout, source and target words dropped."""
+        recipe = self.recipe
+        if self.segmenter is None:
+            chosen = self.tokens[rows]
+            pairs = [
+                {"input_ids": np.array(source, dtype=np.int64), "labels": np.array(target, dtype=np.int64)}
+                for source, target in zip(chosen["input_ids"], chosen["labels"], strict=True)
+            ]
+        else:
+            text = self.text[rows]
+            pairs = [
+                {
+                    "input_ids": self.segment(source, 2 * row, epoch),
+                    "labels": self.segment(target, 2 * row + 1, epoch),
+                }
+                for row, source, target in zip(rows, text["source"], text["target"], strict=True)
+            ]
+        for row, pair in zip(rows, pairs, strict=True):
+            if recipe.source_word_dropout:
+                pair["input_ids"] = self.drop_words(pair["input_ids"], recipe.source_word_dropout, 2 * row, epoch)
+            if recipe.target_word_dropout:
+                dropped = self.drop_words(pair["labels"], recipe.target_word_dropout, 2 * row + 1, epoch)
+                pair["decoder_input_ids"] = np.concatenate([[self.config.decoder_start_token_id], dropped[:-1]])
+        return pairs
+
+    def segment(self, text, line, epoch):
+        seed = int(self.noise(line, epoch).integers(2**63))
+        return np.array(self.segmenter.encode(text, seed), dtype=np.int64)
+
+    def drop_words(self, ids, p, line, epoch):
+        """Each token but the last, </s>, becomes <unk> with probability p."""
+        dropped = self.noise(line, epoch).random(len(ids)) < p
+        dropped[-1] = False
+        return np.where(dropped, self.unk, ids)
+
+    def noise(self, line, epoch):
+        return np.random.default_rng((self.recipe.seed, epoch, int(line)))

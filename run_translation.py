@@ -1,0 +1,309 @@
+"""Train the original Transformer on parallel text and leave a folder that anyone can load.
+
+    python run_translation.py configs/demo.yaml
+    python run_translation.py configs/multi30k_en_de.yaml --train_file data/train --validation_file data/val \\
+        --test_file data/test --max_minutes 20 --output_dir out
+    accelerate launch --num_processes 2 run_translation.py ...               the same updates on two devices
+    python run_translation.py --model_name_or_path out --do_predict --test_file news
+
+The same command goes on after an interruption. python run_translation.py --help lists the flags.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+
+import datasets
+import transformers
+from accelerate.utils import set_seed
+
+from modeling_vanilla import (
+    VanillaConfig,
+    VanillaForConditionalGeneration,
+    card,
+    corpus,
+    data,
+    errors,
+    hub,
+    optimization,
+    sharing,
+    tokenization,
+    training,
+    viz,
+)
+from modeling_vanilla.errors import InputError
+from modeling_vanilla.recipe import parse
+
+
+# What may differ when a run is continued: how long and how it is seen, not what is learnt from what.
+MAY_CHANGE = (
+    *("max_steps", "num_train_epochs", "max_minutes", "early_stopping_patience", "max_tokens_per_device"),
+    *(
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+        "save_total_limit",
+        "average_checkpoints",
+        "resume_from_checkpoint",
+    ),
+    *("report_to", "mixed_precision", "torch_compile", "preprocessing_num_workers", "metric_for_best_model"),
+    *("do_train", "do_eval", "do_predict", "test_file", "max_eval_samples", "max_predict_samples"),
+    *("num_beams", "eval_num_beams", "length_penalty"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo", "license"),
+)
+USE = """
+The model is in {folder}. Translate a file, or from Python:
+
+  vanilla-translate --model {folder} < in.txt > out.txt
+
+  from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+  tokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)
+  model = AutoModelForSeq2SeqLM.from_pretrained("{folder}", trust_remote_code=True)
+  model.translate(["..."], tokenizer)
+"""
+LENGTH = ("max_steps", "num_train_epochs", "max_minutes")
+
+
+def main():
+    recipe, overrides = parse()
+    transformers.utils.logging.disable_progress_bar()
+    accelerator = training.accelerator(recipe)
+    set_seed(recipe.seed)
+    with accelerator.main_process_first():
+        if claim_output_dir(recipe, overrides) == "finished":
+            return report_finished(recipe, accelerator)
+        splits = data.load(recipe)
+        tokenizer = build_tokenizer(recipe, splits.train)
+    model = build_model(recipe, overrides, tokenizer).to(accelerator.device)
+    run = train(recipe, accelerator, model, tokenizer, splits) if recipe.do_train else None
+    scored = score(recipe, accelerator, model, tokenizer, splits)
+    if accelerator.is_main_process:
+        finish(recipe, accelerator, model, tokenizer, splits, run, scored)
+    accelerator.end_training()
+
+
+def claim_output_dir(recipe, overrides):
+    """Make the output folder ours: "new", "begun" or "finished"; refuse one that holds something else."""
+    if recipe.output_dir is None:
+        if recipe.do_train or not Path(recipe.model_name_or_path or "").is_dir():
+            raise InputError("--output_dir is missing: name a folder for the result")
+        recipe.output_dir = recipe.model_name_or_path
+    folder = Path(recipe.output_dir)
+    if not recipe.do_train:
+        folder.mkdir(parents=True, exist_ok=True)
+        return "begun"
+    file, now = folder / "recipe.json", {**asdict(recipe), "model": overrides}
+    if not file.exists():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise InputError(f"{folder} holds something else: name a new or empty folder with --output_dir")
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(now, indent=1))
+        return "new"
+    before = json.loads(file.read_text())
+    for name, value in now.items():
+        if name not in MAY_CHANGE and before.get(name, value) != value:
+            raise InputError(
+                f"{folder} holds a run with --{name} {before[name]}, not {value}: name another --output_dir"
+            )
+    results = folder / "all_results.json"
+    if results.exists() and all(before[name] == now[name] for name in LENGTH):
+        return "finished"
+    results.unlink(missing_ok=True)
+    file.write_text(json.dumps(now, indent=1))
+    return "begun"
+
+
+def report_finished(recipe, accelerator):
+    accelerator.print(f"{recipe.output_dir} holds the finished run of this recipe:")
+    accelerator.print((Path(recipe.output_dir) / "all_results.json").read_text())
+    accelerator.print("Train longer with a larger --max_steps, --num_train_epochs or --max_minutes.")
+
+
+def build_tokenizer(recipe, train):
+    """The one that is named, that of the model, that of the begun run, or a new one from the training text."""
+    begun = Path(recipe.output_dir) / "tokenizer.json"
+    name = recipe.tokenizer_name or recipe.model_name_or_path or (recipe.output_dir if begun.exists() else None)
+    if name is not None:
+        return tokenization.load(name)
+    if train is None:
+        raise InputError("there is no model to score: name one with --model_name_or_path, or add --do_train")
+    lines = chain.from_iterable((pair["source"], pair["target"]) for pair in train)
+    tokenizer = tokenization.train(lines, recipe.vocab_size, lowercase=recipe.lowercase)
+    with sharing.written_aside(recipe.output_dir) as aside:
+        tokenization.save(tokenizer, aside)
+    return tokenizer
+
+
+def build_model(recipe, overrides, tokenizer):
+    """The one that is named, with other dropout if asked for, or a new one of the preset's size."""
+    if recipe.model_name_or_path is None:
+        try:
+            config = VanillaConfig.preset(recipe.preset, **{**overrides, "vocab_size": len(tokenizer)})
+        except ValueError as error:
+            raise InputError(f"--{error}") from None
+        return VanillaForConditionalGeneration(config)
+    model, _ = sharing.load_model(recipe.model_name_or_path)
+    if len(tokenizer) > model.config.vocab_size:
+        raise InputError(
+            f"{recipe.tokenizer_name} has {len(tokenizer)} pieces, {recipe.model_name_or_path} only "
+            f"{model.config.vocab_size}: use the tokenizer that the model was trained with"
+        )
+    for name, value in overrides.items():
+        if "dropout" not in name and name != "label_smoothing" and getattr(model.config, name) != value:
+            raise InputError(f"--{name} {value}: {recipe.model_name_or_path} has {getattr(model.config, name)}")
+        setattr(model.config, name, value)
+    return model
+
+
+def train(recipe, accelerator, model, tokenizer, splits):
+    """Say what is going to happen, then train."""
+    run = training.Training(recipe, accelerator, model, tokenizer, splits)
+    datasets.disable_progress_bars()  # the tokenising of evaluation data would interrupt ours
+    accelerator.init_trackers(Path(recipe.output_dir).name, config=asdict(recipe))
+    dropped = {reason: count for reason, count in {**splits.dropped, "too long": run.too_long}.items() if count}
+    lines = [
+        f"{model.num_parameters():,} parameters, {len(tokenizer):,} pieces, {len(run.train):,} training pairs"
+        + (f", left out: {dropped}" if dropped else ""),
+        f"{run.plan.updates_per_epoch} updates an epoch of about {recipe.tokens_per_update:,} target tokens, "
+        f"{run.plan.padding(num_devices=accelerator.num_processes):.1%} padding",
+    ]
+    if splits.overlap:
+        lines.append(f"{splits.overlap} training pairs also occur in the held-out data (see --remove_overlap)")
+    fitted = recipe.lr_scheduler_type == "linear"
+    if not recipe.max_minutes:
+        lines += optimization.schedule_warnings(
+            run.progress.total_updates, model.config.d_model, recipe.warmup_steps, recipe.lr_factor, fitted
+        )
+    for line in lines:
+        run.say(line)
+    run.say(f"the first pair: {splits.train[0]['source']!r} => {splits.train[0]['target']!r}")
+    run.run()
+    run.say(run.time_table())
+    return run
+
+
+def score(recipe, accelerator, model, tokenizer, splits):
+    """{"eval" or "test": (data set, scores, translations)} of what the recipe asks for."""
+    wanted = {"eval": recipe.do_eval and splits.validation, "test": recipe.do_predict and splits.test}
+    return {
+        name: (pairs, *training.evaluate(model, tokenizer, pairs, accelerator, recipe, recipe.num_beams, True))
+        for name, pairs in wanted.items()
+        if pairs
+    }
+
+
+def finish(recipe, accelerator, model, tokenizer, splits, run, scored):
+    """Write the model folder with its card and results, show some translations, share."""
+    folder = Path(recipe.output_dir)
+    results = {} if run is None else run.results()
+    for name, (_, scores, _) in scored.items():
+        results |= {f"{name}_{key}": value for key, value in scores.items()}
+    if run is not None:
+        set_generation_defaults(model, recipe)
+        sharing.save_model(model, tokenizer, folder)
+        viz.plot_training(folder)
+    if "test" in scored:
+        lines = [text.replace("\n", " ") + "\n" for text in scored["test"][2]]
+        (folder / "generated_predictions.txt").write_text("".join(lines), encoding="utf-8")
+    if (folder / "config.json").exists():
+        card.write(folder, facts(recipe, accelerator, model, tokenizer, splits, run, scored))
+    (folder / "all_results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    show(recipe, scored)
+    if recipe.push_to_hub:
+        print(hub.push_to_hub(folder, recipe.hub_model_id, private=recipe.hub_private_repo))
+
+
+def set_generation_defaults(model, recipe):
+    """What stock `generate()` does without arguments: the evaluated beam, and no special token inside the text."""
+    config = model.config
+    model.generation_config.num_beams = recipe.num_beams
+    model.generation_config.max_length = config.max_position_embeddings
+    model.generation_config.suppress_tokens = [config.pad_token_id, config.bos_token_id]
+
+
+def facts(recipe, accelerator, model, tokenizer, splits, run, scored):
+    """What the card tells of this run."""
+    data_facts = [fact for split in ("train", "validation", "test") if (fact := describe(recipe, splits, split))]
+    pairs, _, translations = scored.get("test") or scored.get("eval") or (splits.train, None, [])
+    known = card.Facts(
+        name=Path(recipe.output_dir).resolve().name,
+        address=recipe.output_dir,
+        example=pairs[0]["source"],
+        source_lang=recipe.source_lang,
+        target_lang=recipe.target_lang,
+        data=data_facts,
+        left_out={**splits.dropped, "too long": run.too_long} if run else {},
+        overlap=splits.overlap,
+        config=model.config.to_dict(),
+        parameters=model.num_parameters(),
+        tokenizer=card.tokenizer_in_words(tokenizer),
+        scores=[card_score(recipe, name, *each[:2]) for name, each in scored.items() if each[1]],
+    )
+    if recipe.license:
+        known["license"] = recipe.license
+    if run is not None:
+        known["training"] = card.Training(
+            command=card.command(accelerator.num_processes),
+            updates=run.progress.update,
+            tokens_per_update=recipe.tokens_per_update,
+            epochs=run.results()["train_epochs"],
+            precision=recipe.mixed_precision if recipe.mixed_precision != "no" else "fp32",
+            seconds=run.progress.seconds,
+            hardware=card.hardware(accelerator.num_processes),
+            versions=card.versions(),
+        )
+    if translations and "target" in pairs.column_names:
+        known["samples"] = card.samples(list(pairs["source"]), translations, list(pairs["target"]))
+    return known
+
+
+def describe(recipe, splits, split):
+    """Name, size, and files with their hashes of one split; None if the run has none."""
+    pairs, file = getattr(splits, split), getattr(recipe, f"{split}_file")
+    if pairs is None:
+        return None
+    if recipe.dataset_name:
+        return card.Data(split=split, name=recipe.dataset_name, pairs=len(pairs), hub_id=recipe.dataset_name)
+    files = (
+        []
+        if file is None
+        else corpus.describe(file, recipe.source_lang, recipe.target_lang, references=split != "test")
+    )
+    name = Path(file or f"held out of {recipe.train_file}").name
+    files = [card.File(name=each["file"], lines=each["lines"], sha256=each["sha256"]) for each in files]
+    return card.Data(split=split, name=name, pairs=len(pairs), files=files)
+
+
+def card_score(recipe, name, pairs, scores):
+    """The scores of one evaluation as the card wants them."""
+    split = {"eval": "validation", "test": "test"}[name]
+    metrics = [metric for metric in card.METRICS if metric in scores]
+    spread = {metric: scores.get(f"{metric}_confidence", 0.0) for metric in metrics}
+    return card.Score(
+        dataset=recipe.dataset_name or Path(getattr(recipe, f"{split}_file") or recipe.train_file or split).name,
+        split=split,
+        sentences=len(pairs),
+        metrics={metric: scores[metric] for metric in metrics},
+        intervals={metric: (scores[metric] - spread[metric], scores[metric] + spread[metric]) for metric in metrics},
+        signatures={metric: scores[f"{metric}_signature"] for metric in metrics},
+        decoding=f"beam {recipe.num_beams}, length penalty {recipe.length_penalty:g}",
+    )
+
+
+def show(recipe, scored):
+    """Scores with their signatures, three translations, and how to use the folder."""
+    for name, (_, scores, _) in scored.items():
+        for metric in (metric for metric in card.METRICS if metric in scores):
+            value = f"{scores[metric]:.2f} ± {scores[f'{metric}_confidence']:.2f}"
+            print(f"{name} {metric:8} {value:15} {scores[f'{metric}_signature']}")
+    if scored:
+        pairs, _, translations = scored.get("test") or scored["eval"]
+        for i in range(min(3, len(translations))):
+            print(f"\n  {pairs[i]['source']}\n  => {translations[i]}")
+    print(USE.format(folder=recipe.output_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(errors.run(main))

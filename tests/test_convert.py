@@ -1,0 +1,133 @@
+"""A MarianMT model and its vanilla twin compute the same, whichever was first."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel
+
+from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, convert, sharing, tokenization
+from modeling_vanilla.errors import InputError
+
+
+SOURCE = torch.tensor([[5, 9, 17, 30, 8, 0], [11, 12, 0, 39, 39, 39]])
+MASK = (SOURCE != 39).long()
+
+
+def marian(biased=True, **settings):
+    """As OPUS-MT models are: </s> is 0, the last id pads and starts, logits have a bias."""
+    torch.manual_seed(1)
+    defaults = {
+        **{"vocab_size": 40, "d_model": 16, "max_position_embeddings": 64, "activation_function": "swish"},
+        **{"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 2},
+        **{"encoder_ffn_dim": 24, "decoder_ffn_dim": 32, "scale_embedding": True, "init_std": 0.4},
+        **{"pad_token_id": 39, "decoder_start_token_id": 39, "eos_token_id": 0, "forced_eos_token_id": 0},
+    }
+    model = MarianMTModel(MarianConfig(**defaults | settings)).eval()
+    if biased:
+        model.final_logits_bias.normal_()
+    model.generation_config.update(num_beams=3, max_length=20, bad_words_ids=[[39]])
+    return model
+
+
+def vanilla(**settings):
+    torch.manual_seed(1)
+    defaults = {"vocab_size": 40, "d_model": 16, "position_layout": "concatenated", "max_position_embeddings": 64}
+    model = VanillaForConditionalGeneration(VanillaConfig.preset("tiny", **defaults | settings)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def assert_same(one, other, pad):
+    source = SOURCE.masked_fill(MASK == 0, pad)
+    with torch.no_grad():
+        logits = [model(source, MASK, decoder_input_ids=SOURCE[:, :4]).logits for model in (one, other)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    found = [
+        model.generate(source, attention_mask=MASK, num_return_sequences=3, num_beams=3) for model in (one, other)
+    ]
+    assert torch.equal(*found) and len(found[0].unique(dim=0)) >= 3
+
+
+@pytest.mark.parametrize("settings", [{}, {"biased": False}, {"share_encoder_decoder_embeddings": False}])
+def test_a_marian_folder_becomes_a_vanilla_folder_that_computes_the_same(tmp_path, settings):
+    old = marian(**settings)
+    old.save_pretrained(tmp_path / "marian")
+    convert.convert(tmp_path / "marian", tmp_path / "vanilla")
+    new = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "vanilla", trust_remote_code=True)
+    assert (new.config.model_type, new.config.lm_head_bias) == ("vanilla", settings.get("biased", True))
+    assert_same(old, new, pad=39)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lm_head_bias": True}, {"share_encoder_decoder_embeddings": False}])
+def test_a_vanilla_folder_becomes_a_marian_folder_that_computes_the_same(tmp_path, settings):
+    old, tokenizer = vanilla(**settings), tokenization.train(["a b", "c d"], vocab_size=260)
+    sharing.save_model(old, tokenizer, tmp_path / "vanilla")
+    convert.convert(tmp_path / "vanilla", tmp_path / "marian", back=True)
+    new = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "marian")
+    assert isinstance(new, MarianMTModel)
+    assert_same(old, new, pad=0)
+    assert AutoTokenizer.from_pretrained(tmp_path / "marian")("a d").input_ids == tokenizer("a d").input_ids
+
+
+def test_there_and_back_again_is_the_same_model():
+    old = marian()
+    new = convert.to_marian(convert.from_marian(old))
+    assert all(torch.equal(x, new.state_dict()[name]) for name, x in old.state_dict().items())
+    assert {field: getattr(new.config, field) for field in convert.COMMON} == {
+        field: getattr(old.config, field) for field in convert.COMMON
+    }
+
+
+@pytest.mark.parametrize(
+    "model, convert_model, setting",
+    [
+        (lambda: marian(scale_embedding=False), convert.from_marian, "scale_embedding=False"),
+        (
+            lambda: marian(share_encoder_decoder_embeddings=False, decoder_vocab_size=50),
+            convert.from_marian,
+            "decoder_vocab_size=50",
+        ),
+        (lambda: vanilla(position_layout="interleaved"), convert.to_marian, "position_layout='interleaved'"),
+        (lambda: vanilla(norm_position="pre"), convert.to_marian, "norm_position='pre'"),
+        (lambda: vanilla(tie_word_embeddings=False), convert.to_marian, "tie_word_embeddings=False"),
+    ],
+)
+def test_a_setting_that_the_other_model_lacks_is_named(model, convert_model, setting):
+    with pytest.raises(InputError, match=setting):
+        convert_model(model())
+
+
+def test_the_tokenizers_files_are_copied_as_they_are(tmp_path):
+    marian().save_pretrained(tmp_path / "marian")
+    files = {
+        "source.spm": b"\0spm",
+        "target.spm": b"\1spm",
+        "vocab.json": b'{"</s>": 0}',
+        "tokenizer_config.json": b"{}",
+    }
+    for name, content in files.items():
+        (tmp_path / "marian" / name).write_bytes(content)
+    convert.convert(tmp_path / "marian", tmp_path / "vanilla")
+    assert {name: (tmp_path / "vanilla" / name).read_bytes() for name in files} == files
+    assert json.loads((tmp_path / "vanilla" / "config.json").read_text())["tokenizer_class"] == "MarianTokenizer"
+
+
+def test_the_wrong_kind_of_folder_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds no config.json"):
+        convert.convert(tmp_path, tmp_path / "out")
+    marian().save_pretrained(tmp_path / "marian")
+    with pytest.raises(InputError, match="holds a marian model, not a vanilla one"):
+        convert.convert(tmp_path / "marian", tmp_path / "out", back=True)
+
+
+def test_a_bias_on_the_logits_is_in_the_loss_and_learns():
+    model = vanilla(lm_head_bias=True)
+    labels = torch.tensor([[7, 3, 2], [9, 2, -100]])
+    output = model(SOURCE, MASK, labels=labels, skip_logits=False)
+    expected = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(output.loss, expected)
+    wanted = torch.autograd.grad(expected, model.lm_head.bias)[0]
+    torch.testing.assert_close(torch.autograd.grad(output.loss, model.lm_head.bias)[0], wanted)

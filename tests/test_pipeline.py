@@ -1,0 +1,79 @@
+import pytest
+import torch
+from transformers import dynamic_module_utils, pipeline
+
+from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, sharing, tokenization
+from modeling_vanilla.pipeline_vanilla import VanillaTranslationPipeline
+
+
+TEXTS = ["A dog runs.", "", "Two men sit on a bench in the park.", "-"]
+
+
+@pytest.fixture(scope="module")
+def model_and_tokenizer():
+    tokenizer = tokenization.train(TEXTS, vocab_size=300)
+    torch.manual_seed(0)
+    config = VanillaConfig.preset("tiny", vocab_size=len(tokenizer), encoder_layers=1, decoder_layers=1)
+    return VanillaForConditionalGeneration(config).eval(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def translator(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    return VanillaTranslationPipeline(model=model, tokenizer=tokenizer, device="cpu", max_new_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def expected(model_and_tokenizer):
+    model, tokenizer = model_and_tokenizer
+    texts = model.translate(TEXTS, tokenizer, max_new_tokens=8)
+    return [{"translation_text": text} for text in texts]
+
+
+def test_translates_one_text_as_the_old_pipeline_did(translator, expected):
+    assert translator(TEXTS[0]) == expected[:1]
+
+
+def test_translates_lists_and_tuples_with_the_text_of_the_model(translator, expected):
+    assert translator(TEXTS) == translator(tuple(TEXTS)) == expected
+    assert translator([]) == []
+
+
+def test_a_list_is_translated_in_one_call(translator, monkeypatch):
+    calls = []
+    monkeypatch.setattr(translator.model, "translate", lambda texts, *_, **__: calls.append(texts) or texts)
+    translator(TEXTS, batch_size=1)
+    assert calls == [TEXTS]
+
+
+def test_other_iterables_are_translated_lazily(translator, expected):
+    class Column(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(TEXTS)
+
+        def __getitem__(self, index):
+            return TEXTS[index]
+
+    assert list(translator(Column())) == list(translator(iter(TEXTS))) == expected
+
+
+def test_options_reach_the_model_and_those_of_a_call_win(model_and_tokenizer, translator):
+    model, tokenizer = model_and_tokenizer
+    greedy = model.translate(TEXTS, tokenizer, num_beams=1, max_new_tokens=3)
+    assert [entry["translation_text"] for entry in translator(TEXTS, num_beams=1, max_new_tokens=3)] == greedy
+    with pytest.raises(TypeError, match="beams"):
+        translator(TEXTS, beams=3)
+
+
+def test_n_best_gives_a_list_for_each_text(model_and_tokenizer, translator):
+    model, tokenizer = model_and_tokenizer
+    two = model.translate(TEXTS, tokenizer, n_best=2, max_new_tokens=8)
+    assert translator(TEXTS, n_best=2) == [[{"translation_text": text} for text in best] for best in two]
+    assert translator(TEXTS[0], n_best=2) == [{"translation_text": text} for text in two[0]]
+
+
+def test_the_saved_folder_is_a_translation_pipeline(model_and_tokenizer, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    sharing.save_model(*model_and_tokenizer, tmp_path / "out")
+    translator = pipeline("translation", model=str(tmp_path / "out"), trust_remote_code=True, device="cpu")
+    assert translator(TEXTS, max_new_tokens=8) == expected
