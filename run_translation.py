@@ -3,7 +3,7 @@
     python run_translation.py configs/demo.yaml
     python run_translation.py configs/multi30k_en_de.yaml --train_file data/train --validation_file data/val \\
         --test_file data/test --max_minutes 20 --output_dir out
-    accelerate launch --num_processes 2 run_translation.py ...               the same updates on two devices
+    torchrun --nproc_per_node 2 run_translation.py ...                       the same updates on two devices, or CPUs
     python run_translation.py --model_name_or_path out --do_predict --test_file news
 
 The same command goes on after an interruption. python run_translation.py --help lists the flags.
@@ -70,6 +70,8 @@ def main():
     recipe, overrides = parse()
     transformers.utils.logging.disable_progress_bar()
     accelerator = training.accelerator(recipe)
+    if recipe.push_to_hub and accelerator.is_main_process:  # a missing login shows now and not hours later
+        hub.create_repository(recipe.hub_model_id, private=recipe.hub_private_repo)
     set_seed(recipe.seed)
     with accelerator.main_process_first():
         if claim_output_dir(recipe, overrides) == "finished":
@@ -98,21 +100,25 @@ def claim_output_dir(recipe, overrides):
     if not file.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise InputError(f"{folder} holds something else: name a new or empty folder with --output_dir")
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(now, indent=1))
+        write_json(file, now)
         return "new"
     before = json.loads(file.read_text())
-    for name, value in now.items():
-        if name not in MAY_CHANGE and before.get(name, value) != value:
-            raise InputError(
-                f"{folder} holds a run with --{name} {before[name]}, not {value}: name another --output_dir"
-            )
+    was = {**dict.fromkeys(overrides), **before, **before["model"]}
+    for name, value in {**asdict(recipe), **dict.fromkeys(before["model"]), **overrides}.items():
+        if name not in MAY_CHANGE and was.get(name, value) != value:
+            raise InputError(f"{folder} holds a run with --{name} {was[name]}, not {value}: name another --output_dir")
     results = folder / "all_results.json"
     if results.exists() and all(before[name] == now[name] for name in LENGTH):
         return "finished"
     results.unlink(missing_ok=True)
-    file.write_text(json.dumps(now, indent=1))
+    write_json(file, now)
     return "begun"
+
+
+def write_json(file, content):
+    """Write it as a whole: a run that is killed meanwhile can be started again."""
+    with sharing.written_aside(file.parent) as aside:
+        (aside / file.name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def report_finished(recipe, accelerator):
@@ -208,9 +214,12 @@ def finish(recipe, accelerator, model, tokenizer, splits, run, scored):
         lines = [text.replace("\n", " ") + "\n" for text in scored["test"][2]]
         (folder / "generated_predictions.txt").write_text("".join(lines), encoding="utf-8")
     if (folder / "config.json").exists():
-        card.write(folder, facts(recipe, accelerator, model, tokenizer, splits, run, scored))
-    (folder / "all_results.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-    show(recipe, scored)
+        write_card = card.write if run is not None or not (folder / "README.md").exists() else card.update_scores
+        write_card(folder, facts(recipe, accelerator, model, tokenizer, splits, run, scored))
+    write_json(folder / "all_results.json", results)
+    show(scored)
+    if run is not None:
+        print(USE.format(folder=folder))
     if recipe.push_to_hub:
         print(hub.push_to_hub(folder, recipe.hub_model_id, private=recipe.hub_private_repo))
 
@@ -272,7 +281,6 @@ def describe(recipe, splits, split):
         else corpus.describe(file, recipe.source_lang, recipe.target_lang, references=split != "test")
     )
     name = Path(file or f"held out of {recipe.train_file}").name
-    files = [card.File(name=each["file"], lines=each["lines"], sha256=each["sha256"]) for each in files]
     return card.Data(split=split, name=name, pairs=len(pairs), files=files)
 
 
@@ -292,8 +300,8 @@ def card_score(recipe, name, pairs, scores):
     )
 
 
-def show(recipe, scored):
-    """Scores with their signatures, three translations, and how to use the folder."""
+def show(scored):
+    """Scores with their signatures, and three translations."""
     for name, (_, scores, _) in scored.items():
         for metric in (metric for metric in card.METRICS if metric in scores):
             value = f"{scores[metric]:.2f} ± {scores[f'{metric}_confidence']:.2f}"
@@ -302,7 +310,6 @@ def show(recipe, scored):
         pairs, _, translations = scored.get("test") or scored["eval"]
         for i in range(min(3, len(translations))):
             print(f"\n  {pairs[i]['source']}\n  => {translations[i]}")
-    print(USE.format(folder=recipe.output_dir))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ Afterwards: AutoTokenizer.from_pretrained("tokenizer"), or run_translation.py --
 """
 
 import argparse
+import os
 import sys
 from itertools import islice
 from pathlib import Path
 
-from modeling_vanilla import corpus, tokenization
+from modeling_vanilla import corpus, errors, tokenization
 from modeling_vanilla.errors import InputError
 
 
@@ -53,8 +54,12 @@ def parse(argv):
     text("--target_lang", help="suffix, column or key of the target language, such as de")
     text("--dataset_config_name", help="configuration of the data set, if it has several")
     text("--max_train_samples", type=int, help="use the first so many pairs only")
-    parser.add_argument("--vocab_size", type=int, default=10_000, help="pieces, for both languages (default: %(default)s)")
-    parser.add_argument("--normalization", default="NFC", choices=tokenization.NORMAL_FORMS, help="default: %(default)s")
+    parser.add_argument(
+        "--vocab_size", type=int, default=10_000, help="pieces, for both languages (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--normalization", default="NFC", choices=tokenization.NORMAL_FORMS, help="default: %(default)s"
+    )
     parser.add_argument("--lowercase", action="store_true", help="lower-case all text, also what is translated later")
     parser.add_argument("--output_dir", required=True, type=Path, help="folder for the tokenizer")
     args = parser.parse_args(argv)
@@ -74,23 +79,31 @@ def check_output_dir(folder):
 
 def read_pairs(args):
     """Yield (source, target), read anew on each call."""
-    return islice(read_files(args) if args.source_file else read_corpus(args), args.max_train_samples)
-
-
-def read_files(args):
-    yield from corpus._read_parallel(Path(args.source_file), Path(args.target_file))
-
-
-def read_corpus(args):
+    name, source_lang, target_lang = args.train_file or args.dataset_name, args.source_lang, args.target_lang
+    if args.source_file:
+        name, source_lang, target_lang = common_prefix(args.source_file, args.target_file)
     pairs = corpus.load(
-        args.train_file or args.dataset_name,
-        args.source_lang,
-        args.target_lang,
+        name,
+        source_lang,
+        target_lang,
         dataset_config_name=args.dataset_config_name,
-        streaming=not args.dataset_name,  # a data set is downloaded once and read from its cache
+        streaming=not args.dataset_name,  # a data set is downloaded once and then read from its cache
     )
-    for batch in pairs.iter(batch_size=1000):
-        yield from zip(batch["source"], batch["target"], strict=True)
+    for pair in islice(pairs, args.max_train_samples):
+        yield pair["source"], pair["target"]
+
+
+def common_prefix(*files):
+    """Two files as the corpus module names them, a prefix and two ends: train.en and train.de are ./train, en, de.
+
+    The dot of "./" is the common prefix of files that are not named alike.
+    """
+    for file in files:
+        if not Path(file).is_file():
+            raise InputError(f"{file}: no such file; mend --source_file or --target_file")
+    paths = [os.path.join(os.curdir, os.path.relpath(file)) for file in files]
+    prefix, _, _ = os.path.commonprefix(paths).rpartition(".")
+    return prefix, *(path[len(prefix) + 1 :] for path in paths)
 
 
 def print_pieces(tokenizer, pair, languages):
@@ -110,8 +123,4 @@ def print_audit(report, languages):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(errors.run(main))

@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from .errors import InputError
 from .sharing import save_model, written_aside
 
 
@@ -20,10 +21,11 @@ STATE = "training_state"
 MANIFEST = "manifest.json"
 
 
-def save(output_dir, update, model, tokenizer, tensors, progress):
-    """Write `checkpoint-<update>` and return its path.
+def save(folder, model, tokenizer, tensors, progress):
+    """Write a checkpoint.
 
     Args:
+        folder: `checkpoint-<update>`, replaced if it is there.
         model: plain model whose weights are saved.
         tensors: file name -> {name: tensor}, the optimizer's moments and the moving average.
         progress: what JSON can hold.
@@ -31,9 +33,8 @@ def save(output_dir, update, model, tokenizer, tensors, progress):
     Raises:
         OSError: the disk is full; what was written is removed, earlier checkpoints are untouched.
     """
-    folder = Path(output_dir) / f"checkpoint-{update}"
-    shutil.rmtree(folder, ignore_errors=True)  # a broken one that was passed over
     try:
+        shutil.rmtree(folder, ignore_errors=True)  # a broken one that was passed over
         with written_aside(folder) as aside:
             save_model(model, tokenizer, aside)
             (aside / STATE).mkdir()
@@ -44,7 +45,6 @@ def save(output_dir, update, model, tokenizer, tensors, progress):
             (aside / STATE / MANIFEST).write_text(json.dumps(sizes, indent=1))
     except (OSError, SafetensorError) as error:
         raise OSError(f"{folder} could not be written ({error})") from error
-    return folder
 
 
 def load(folder):
@@ -58,13 +58,13 @@ def load_weights(model, weights):
     """Overwrite the model's parameters; tied ones are stored once.
 
     Raises:
-        ValueError: the weights belong to another model.
+        InputError: the weights belong to another model.
     """
     report = model.load_state_dict(weights, strict=False)
     stored = {tensor.data_ptr() for name, tensor in model.state_dict().items() if name in weights}
     missing = [name for name in report.missing_keys if model.get_parameter(name).data_ptr() not in stored]
     if missing or report.unexpected_keys:
-        raise ValueError(f"the weights belong to another model: {(missing or report.unexpected_keys)[0]}")
+        raise InputError(f"the weights belong to another model: {(missing or report.unexpected_keys)[0]}")
 
 
 def fault(folder):
@@ -104,8 +104,20 @@ def newest(output_dir, say=print):
     return None
 
 
-def rotate(output_dir, keep, best=None):
-    """Delete all but the newest `keep` checkpoints and the best one (its update number)."""
-    for folder in all_in(output_dir)[:-keep]:
-        if number(folder) != best:
+def scheduled(output_dir, every):
+    """The whole checkpoints at multiples of `every` and the newest, oldest first.
+
+    Others, written on a signal or for a good score, must not change which ones are averaged.
+    """
+    folders = [folder for folder in all_in(output_dir) if fault(folder) is None]
+    return [folder for folder in folders if number(folder) % every == 0 or folder == folders[-1]]
+
+
+def rotate(output_dir, keep, every=1, best=None):
+    """Delete all checkpoints but the newest `keep` of the scheduled ones and the best one (its update number)."""
+    kept = scheduled(output_dir, every)[-keep:]
+    for folder in all_in(output_dir):
+        if folder not in kept and number(folder) != best:
             shutil.rmtree(folder)
+    for partial in Path(output_dir).glob(".*checkpoint-*.partial"):  # of runs that were killed
+        shutil.rmtree(partial)

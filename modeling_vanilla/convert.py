@@ -25,23 +25,9 @@ from .modeling_vanilla import VanillaForConditionalGeneration
 
 # Fields of both configurations that mean the same in both.
 COMMON = (
-    *(
-        "vocab_size",
-        "d_model",
-        "encoder_layers",
-        "decoder_layers",
-        "encoder_attention_heads",
-        "decoder_attention_heads",
-    ),
-    *(
-        "encoder_ffn_dim",
-        "decoder_ffn_dim",
-        "activation_function",
-        "dropout",
-        "attention_dropout",
-        "activation_dropout",
-    ),
-    *("max_position_embeddings", "tie_word_embeddings", "share_encoder_decoder_embeddings"),
+    *("vocab_size", "d_model", "max_position_embeddings", "tie_word_embeddings", "share_encoder_decoder_embeddings"),
+    *(f"{side}_{size}" for side in ("encoder", "decoder") for size in ("layers", "attention_heads", "ffn_dim")),
+    *("activation_function", "dropout", "attention_dropout", "activation_dropout"),
     *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),
 )
 TOKENIZER = (

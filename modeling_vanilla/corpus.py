@@ -304,7 +304,7 @@ def _read_parallel(source_path, target_path=None):
             longer = number + sum(1 for _ in chain(sources, targets))
             counts = (longer, number - 1) if target is None else (number - 1, longer)
             found = f"{source_path} has {counts[0]} lines, {target_path} has {counts[1]}, line {number} stands alone"
-            raise InputError(f"{found}; a text and its translation must have the same line number")
+            raise InputError(f"{found}; give each text and its translation the same line number")
         yield f"line {number}", {"source": source, "target": target}
 
 

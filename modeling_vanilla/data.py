@@ -14,6 +14,7 @@ from .errors import InputError
 from .tokenization import DropoutSegmenter
 
 
+SIDES = "source", "target"
 HELD_OUT = 1000  # validation pairs taken from the training data when the recipe names none, at most a tenth of it
 
 
@@ -86,39 +87,45 @@ def clean(splits, recipe):
 
 def hold_out(pairs):
     """(train, validation), split by a hash of the source, so that no held-out sentence stays in the training data."""
-    keys = np.array([int(hashlib.md5(text.encode()).hexdigest()[:15], 16) for text in pairs["source"]])
     count = min(HELD_OUT, len(pairs) // 10)
-    if count == 0:
+    sources = (text for batch in pairs.select_columns("source").iter(1000) for text in batch["source"])
+    keys = (int(hashlib.md5(text.encode()).hexdigest()[:15], 16) for text in sources)
+    keys = np.fromiter(keys, np.int64, len(pairs))
+    held = keys <= np.sort(keys)[count - 1] if count else np.zeros(len(pairs), bool)
+    if held.sum() > 2 * count:  # the last source occurs too often to be held out
+        held = keys < keys[held].max()
+    if not held.any():
         return pairs, None
-    last = np.sort(keys)[count - 1]
-    return pairs.select(np.flatnonzero(keys > last)), pairs.select(np.flatnonzero(keys <= last))
+    return pairs.select(np.flatnonzero(~held)), pairs.select(np.flatnonzero(held))
 
 
 def tokenise(pairs, tokenizer, workers=None):
     """Columns `input_ids` and `labels`, memory-mapped; each ends with </s>. A second identical run reads the cache."""
-    backend = tokenizer.backend_tokenizer
     sides = {"source": "input_ids", "target": "labels"}
-
-    def encode(batch):
-        return {sides[name]: [line.ids for line in backend.encode_batch(batch[name])] for name in batch}
-
-    columns = [name for name in sides if name in pairs.column_names]
     return pairs.map(
-        encode,
+        lambda batch: {sides[name]: encode(texts, tokenizer) for name, texts in batch.items()},
         batched=True,
         remove_columns=pairs.column_names,
-        features=Features({sides[name]: Sequence(Value("int32")) for name in columns}),
+        features=Features({name: Sequence(Value("int32")) for name in sides.values()}),
         num_proc=workers,
         # The default fingerprint pickles the tokenizer, whose state changes when it is first used.
-        new_fingerprint=Hasher.hash([pairs._fingerprint, backend.to_str()]),
+        new_fingerprint=Hasher.hash([pairs._fingerprint, tokenizer.backend_tokenizer.to_str()]),
         desc="tokenising",
     )
 
 
+def encode(texts, tokenizer):
+    """Token ids of the texts, each ending in </s>."""
+    return [line.ids for line in tokenizer.backend_tokenizer.encode_batch_fast(texts)]
+
+
 def lengths(tokens):
-    """Token counts (N, 2) of source and target."""
-    table = tokens.with_format("arrow")[:]
-    return np.stack([pc.list_value_length(table[name]).to_numpy() for name in ("input_ids", "labels")], axis=1)
+    """Token counts (N, 2) of source and target, read batch by batch."""
+    batches = (
+        [pc.list_value_length(batch[name]).to_numpy() for name in ("input_ids", "labels")]
+        for batch in tokens.with_format("arrow").iter(10_000)
+    )
+    return np.concatenate([np.stack(batch, axis=1) for batch in batches])
 
 
 class PairReader:
@@ -141,50 +148,44 @@ class PairReader:
         return [self.batch(rows, filler, epoch) for rows in shares[self.device]]
 
     def batch(self, rows, filler, epoch):
-        batch = collate(
-            self.pairs(rows if len(rows) else filler, epoch),
-            self.config.pad_token_id,
-            self.config.decoder_start_token_id,
-        )
+        chosen = rows if len(rows) else filler
+        pairs = self.pairs(chosen, epoch)
+        batch = self.collate(pairs)
+        if self.recipe.source_word_dropout or self.recipe.target_word_dropout:
+            noisy = [self.drop_words(pair, row, epoch) for row, pair in zip(chosen, pairs, strict=True)]
+            batch = self.collate(noisy) | {"labels": batch["labels"]}
         if not len(rows):
             batch["labels"].fill_(-100)  # every device takes part in the reduction of gradients, this one with zeros
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin else batch
 
+    def collate(self, pairs):
+        return collate(pairs, self.config.pad_token_id, self.config.decoder_start_token_id)
+
     def pairs(self, rows, epoch):
-        """Token ids of the pairs, segmented anew with BPE-dropout, source and target words dropped."""
-        recipe = self.recipe
+        """Token ids of the pairs, with BPE-dropout segmented anew in every epoch."""
         if self.segmenter is None:
             chosen = self.tokens[rows]
-            pairs = [
-                {"input_ids": np.array(source, dtype=np.int64), "labels": np.array(target, dtype=np.int64)}
-                for source, target in zip(chosen["input_ids"], chosen["labels"], strict=True)
-            ]
+            columns = chosen["input_ids"], chosen["labels"]
         else:
-            text = self.text[rows]
-            pairs = [
-                {
-                    "input_ids": self.segment(source, 2 * row, epoch),
-                    "labels": self.segment(target, 2 * row + 1, epoch),
-                }
-                for row, source, target in zip(rows, text["source"], text["target"], strict=True)
-            ]
-        for row, pair in zip(rows, pairs, strict=True):
-            if recipe.source_word_dropout:
-                pair["input_ids"] = self.drop_words(pair["input_ids"], recipe.source_word_dropout, 2 * row, epoch)
-            if recipe.target_word_dropout:
-                dropped = self.drop_words(pair["labels"], recipe.target_word_dropout, 2 * row + 1, epoch)
-                pair["decoder_input_ids"] = np.concatenate([[self.config.decoder_start_token_id], dropped[:-1]])
-        return pairs
+            chosen = self.text[rows]
+            columns = (
+                [
+                    self.segmenter.encode(text, int(self.noise(row, side, epoch).integers(2**63)))
+                    for row, text in zip(rows, chosen[side], strict=True)
+                ]
+                for side in SIDES
+            )
+        return [{"input_ids": source, "labels": target} for source, target in zip(*columns, strict=True)]
 
-    def segment(self, text, line, epoch):
-        seed = int(self.noise(line, epoch).integers(2**63))
-        return np.array(self.segmenter.encode(text, seed), dtype=np.int64)
+    def drop_words(self, pair, row, epoch):
+        """The pair with each token but the last, </s>, replaced by <unk> with the probability for its side."""
+        probabilities = self.recipe.source_word_dropout, self.recipe.target_word_dropout
+        noisy = {}
+        for (name, ids), p, side in zip(pair.items(), probabilities, SIDES, strict=True):
+            dropped = self.noise(row, side, epoch).random(len(ids)) < p
+            dropped[-1] = False
+            noisy[name] = np.where(dropped, self.unk, ids)
+        return noisy
 
-    def drop_words(self, ids, p, line, epoch):
-        """Each token but the last, </s>, becomes <unk> with probability p."""
-        dropped = self.noise(line, epoch).random(len(ids)) < p
-        dropped[-1] = False
-        return np.where(dropped, self.unk, ids)
-
-    def noise(self, line, epoch):
-        return np.random.default_rng((self.recipe.seed, epoch, int(line)))
+    def noise(self, row, side, epoch):
+        return np.random.default_rng((self.recipe.seed, epoch, int(row), SIDES.index(side)))

@@ -448,7 +448,7 @@ def conditional(rng):
 def report(rng):
     """she asks whether the king is rich: sie fragt, ob der König reich ist"""
     frame = rng.choice(["dass", "dass", "dass", "ob"])
-    main = random_clause(rng, frames=[frame], negatable=frame == "dass")._replace(tense="present")
+    main = random_clause(rng, frames=[frame], negatable=frame == "dass")
     clause = random_clause(rng)
     conjunction = "that" if frame == "dass" else "whether"
     return (

@@ -1,12 +1,17 @@
-"""Model folders on the Hugging Face Hub."""
+"""Model folders on the Hugging Face Hub.
 
+python -m modeling_vanilla.hub out/mine you/my-translator
+"""
+
+import argparse
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import HFValidationError, HTTPError
 
-from . import card
+from . import card, errors
 from .errors import InputError
 
 
@@ -15,7 +20,8 @@ from .errors import InputError
 TRAVELLING = (
     *("README.md", "config.json", "generation_config.json", "*_vanilla.py"),
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "*.spm"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("vocab.json", "target_vocab.json", "*.spm"),  # of a tokenizer from Marian
 )
 # HTTPError is that of the client's own library, which was requests, then httpx, then httpx2.
 FAILURES = (HTTPError, OSError)
@@ -74,3 +80,16 @@ def _content(path: Path, repo_id: str) -> bytes | Path:
 def _explained(error: Exception, repo_id: str) -> InputError:
     reason = str(error).strip().splitlines()[0]
     return InputError(f"{repo_id} was not written on the Hub: {reason} (to log in: `hf auth login`)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Upload a trained folder to the Hugging Face Hub.")
+    parser.add_argument("folder", help="written by run_translation.py")
+    parser.add_argument("repo_id", help="you/name")
+    parser.add_argument("--private", action="store_true", help="for your eyes only")
+    arguments = parser.parse_args()
+    print(push_to_hub(arguments.folder, arguments.repo_id, private=arguments.private))
+
+
+if __name__ == "__main__":
+    sys.exit(errors.run(main))

@@ -68,6 +68,8 @@ class MultiHead(nn.Module):
         self.k_proj = nn.Linear(config.d_model, config.d_model)
         self.v_proj = nn.Linear(config.d_model, config.d_model)
         self.out_proj = nn.Linear(config.d_model, config.d_model)
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            projection.init_gain = 2**-0.5  # see `_init_weights`
 
     def split(self, x):
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, T, D) -> (B, h, T, d)
@@ -287,9 +289,13 @@ class VanillaPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values", "cache"]
 
     def _init_weights(self, module):
-        """Glorot-uniform matrices, embeddings N(0, D^-0.5) with a zero row for padding (tensor2tensor's release)."""
+        """Glorot-uniform matrices, embeddings N(0, D^-0.5) with a zero row for padding (tensor2tensor's release).
+
+        W^Q, W^K and W^V are drawn like the one D x 3D matrix that they were in that release, which divides their
+        spread by sqrt(2); so do torch.nn.MultiheadAttention and fairseq. Training starts markedly faster.
+        """
         if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
+            nn.init.xavier_uniform_(module.weight, gain=getattr(module, "init_gain", 1.0))
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
@@ -733,21 +739,25 @@ class VanillaForConditionalGeneration(VanillaPreTrainedModel, TranslationMixin, 
         )
         if skip_logits is None:
             skip_logits = self.training and labels is not None
-        logits = None if skip_logits else self.lm_head(output.last_hidden_state)
-        loss = None if labels is None else self.loss(output.last_hidden_state, labels, num_items_in_batch)
+        x = output.last_hidden_state
+        logits = None if skip_logits else self.lm_head(x)
+        loss = None if labels is None else self.loss(x, logits, labels, num_items_in_batch)
         fields = {name: value for name, value in output.items() if name != "last_hidden_state"}
         result = Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
         return result if return_dict else result.to_tuple()
 
-    def loss(self, x, labels, num_items=None):
-        """Cross-entropy of the labels that are not -100 (0 if none is), from the decoder's states x: scalar float32."""
+    def loss(self, x, logits, labels, num_items=None):
+        """Cross-entropy of the labels that are not -100 (0 if none is), from x if there are no logits: scalar float32."""
         kept = labels != -100
+        divisor = kept.sum().clamp_min(1) if num_items is None else num_items
         eps = self.config.label_smoothing if self.training else 0.0
+        if logits is not None:
+            labels = labels[kept]
+            return F.cross_entropy(logits[kept].float(), labels, reduction="sum", label_smoothing=eps) / divisor
         x, weight, bias = x[kept], self.lm_head.weight, self.lm_head.bias
         if bias is not None:  # x W^T + b is one product too
             x, weight = F.pad(x, (0, 1), value=1.0), torch.cat([weight, bias[:, None]], dim=1)
-        total = SmoothedCrossEntropy.apply(x, weight, labels[kept], eps)
-        return total / (kept.sum().clamp_min(1) if num_items is None else num_items)
+        return SmoothedCrossEntropy.apply(x, weight, labels[kept], eps) / divisor
 
 
 VanillaModel.register_for_auto_class("AutoModel")

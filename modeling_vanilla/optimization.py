@@ -22,11 +22,13 @@ MAX_WARMUP_SHARE = 0.25
 SANE_PEAKS = 1e-5, 1e-2
 
 
-def optimizer(model: nn.Module, lr: float) -> torch.optim.Adam:
+def optimizer(
+    model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.98), eps: float = 1e-9
+) -> torch.optim.Adam:
     """Return Adam as in section 5.3, without weight decay, in one fused kernel where the device has one."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
-    return torch.optim.Adam(parameters, lr=lr, betas=(0.9, 0.98), eps=1e-9, fused=fused)
+    return torch.optim.Adam(parameters, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:

@@ -64,6 +64,9 @@ class Recipe:
         None,
         "inverse_sqrt (§5.3), or linear to zero at the end; default: linear with --max_minutes, else inverse_sqrt",
     )
+    adam_beta1: float = flag(0.9, "of Adam (§5.3)")
+    adam_beta2: float = flag(0.98, "of Adam (§5.3); 0.997 in tensor2tensor's later default")
+    adam_epsilon: float = flag(1e-9, "of Adam (§5.3)")
     bpe_dropout: float = flag(
         0.0, "probability of skipping a merge; words are segmented anew each epoch (Provilkov et al. 2020)"
     )
@@ -115,9 +118,16 @@ class Recipe:
     def __post_init__(self):
         if not (self.do_train or self.do_eval or self.do_predict):
             self.do_train, self.do_eval, self.do_predict = True, True, True
-        for name in ("tokens_per_update", "max_tokens_per_device", "logging_steps", "eval_steps", "save_steps"):
-            if getattr(self, name) < 1:
+        positive = ("tokens_per_update", "max_tokens_per_device", "logging_steps", "eval_steps", "save_steps")
+        limits = ("max_steps", "num_train_epochs", "max_minutes", "early_stopping_patience", "average_checkpoints")
+        for name in (*positive, *limits, "warmup_steps"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise InputError(f"--{name} {getattr(self, name)}: give a positive number")
+        for name in ("bpe_dropout", "source_word_dropout", "target_word_dropout", "ema_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"--{name} {getattr(self, name)}: give a number from 0 to below 1")
+        if self.r_drop < 0:
+            raise InputError(f"--r_drop {self.r_drop}: give 0 or a positive number")
         for name, known in {
             "metric_for_best_model": ("loss", "bleu", "chrf"),
             "lr_scheduler_type": (None, "inverse_sqrt", "linear"),
@@ -125,6 +135,8 @@ class Recipe:
         }.items():
             if getattr(self, name) not in known:
                 raise InputError(f"--{name} {getattr(self, name)}: choose one of {', '.join(filter(None, known))}")
+        if self.push_to_hub and not self.hub_model_id:
+            raise InputError("--push_to_hub needs --hub_model_id, such as you/my-translator")
         if self.lr_scheduler_type is None:
             self.lr_scheduler_type = "linear" if self.max_minutes else "inverse_sqrt"
         if self.max_steps is None and self.num_train_epochs is None and self.max_minutes is None:
@@ -155,7 +167,7 @@ def parse(argv=None):
     """(Recipe, overrides of VanillaConfig) from the command line: [recipe.yaml] --flag value ...
 
     Raises:
-        InputError: a YAML file that is missing, is no mapping, or has a key that is no flag.
+        InputError: a flag that is none, or a YAML file that is missing, is no mapping, or has a key that is no flag.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser([Recipe, model_arguments()])
@@ -163,7 +175,9 @@ def parse(argv=None):
     if argv and argv[0].endswith((".yaml", ".yml")):
         known = {action.dest for action in parser._actions}
         argv = yaml_flags(argv[0], known) + argv[1:]
-    recipe, model = parser.parse_args_into_dataclasses(argv)
+    recipe, model, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        raise InputError(f"unknown: {' '.join(unknown)}; see python run_translation.py --help")
     return recipe, {name: value for name, value in vars(model).items() if value is not None}
 
 

@@ -283,7 +283,7 @@ class DropoutSegmenter:
         return [*ids, self._tokenizer.eos_token_id]
 
     def _remember(self, word: str) -> tuple[int, list[int]]:
-        if len(self._undropped) == 500_000:  # bounds the memory
+        if len(self._undropped) == 100_000:  # bounds the memory, to about 30 MB
             self._undropped.clear()
         _, tokens = self._segment(word, sys.maxsize, None)
         self._undropped[word] = len(word) - len(tokens), tokens

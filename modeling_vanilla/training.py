@@ -1,7 +1,8 @@
 """The training loop: the same updates on one CPU and on many GPUs, interrupted or not.
 
-    python run_translation.py recipe.yaml                one process
-    accelerate launch run_translation.py recipe.yaml     several, or mixed precision, or FSDP
+    python run_translation.py recipe.yaml                                     one process
+    accelerate launch run_translation.py recipe.yaml                          all GPUs, or mixed precision
+    torchrun --nproc_per_node 2 run_translation.py recipe.yaml                two processes, also on CPUs
 
 What an update holds is planned ahead (`batching.UpdatePlan`); devices only share its micro-batches. Its gradient is
 that of the summed loss divided by the target tokens of the whole update, its learning rate and its random numbers
@@ -12,22 +13,22 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
+import os
+import re
 import signal
 import sys
 import time
+import warnings
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import broadcast, gather_object
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from accelerate.utils import DistributedType, gather_object
 from tqdm.auto import tqdm
 
 from . import checkpoints, data, metrics, optimization
@@ -35,10 +36,11 @@ from .batching import UpdatePlan, collate, token_batches
 from .errors import InputError, Stopped
 
 
-FIT_EVERY = 10  # updates between two looks at the clock with --max_minutes
 AHEAD = 2  # updates prepared in the background
 LAUNCH_TOKENS = {"cpu": 128, "cuda": 4096}  # padding worth less than another batch, see UpdatePlan
 PATIENCE = 5  # non-finite updates in a row that end the run
+UNLIMITED = 10**9  # updates of a run that only the clock or an evaluation ends
+REPETITION = re.compile(r"(.{1,20}?)\1{4}", re.DOTALL)  # five times the same
 
 
 @dataclass
@@ -54,17 +56,39 @@ class Progress:
     best: float | None = None
     best_update: int | None = None
     worse_in_a_row: int = 0  # evaluations since the best one
+    scaler: dict | None = None  # of fp16
     data: str = ""  # hash of the training pairs' lengths
 
 
 def accelerator(recipe):
-    """Accelerate, set up for gradients that we normalise ourselves and for models without changing buffers."""
-    return Accelerator(
-        mixed_precision=None if recipe.mixed_precision == "no" else recipe.mixed_precision,
-        log_with=None if recipe.report_to == "none" else recipe.report_to,
-        project_dir=recipe.output_dir,
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-    )
+    """Accelerate, set up for gradients that we normalise ourselves and for models without changing buffers.
+
+    Raises:
+        InputError: the machine has no fp16, the tracker is not installed, or the launcher shards the model.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        accelerator = Accelerator(
+            # Accelerate sees the other processes on CPUs only when told that CPUs are meant.
+            cpu=world > 1 and not torch.cuda.is_available(),
+            mixed_precision=None if recipe.mixed_precision == "no" else recipe.mixed_precision,
+            log_with=None if recipe.report_to == "none" else recipe.report_to,
+            project_dir=recipe.output_dir,
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        )
+    except ValueError as error:
+        raise InputError(
+            f"--mixed_precision {recipe.mixed_precision} --report_to {recipe.report_to}: {error}"
+        ) from None
+    if recipe.report_to != "none" and not accelerator.log_with:
+        raise InputError(f"--report_to {recipe.report_to}: pip install {recipe.report_to}")
+    sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    if accelerator.distributed_type in sharded or accelerator.num_processes < world:
+        raise InputError(
+            f"{world} processes of the kind {accelerator.distributed_type.value}: every device must hold the whole "
+            "model (the paper's big one takes 3.4 GB with Adam's moments); use torchrun or accelerate launch --multi_gpu"
+        )
+    return accelerator
 
 
 class Training:
@@ -78,7 +102,7 @@ class Training:
             self.train, self.plan, self.too_long = plan(recipe, splits, tokenizer)
         if recipe.torch_compile:
             model.compile(dynamic=True)
-        optimizer = optimization.optimizer(model, lr=0.0)
+        optimizer = optimization.optimizer(model, 0.0, (recipe.adam_beta1, recipe.adam_beta2), recipe.adam_epsilon)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.ema = optimization.ExponentialMovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
         self.reader = data.PairReader(
@@ -96,8 +120,9 @@ class Training:
         self.progress = Progress(total_updates=planned_updates(recipe, self.plan), data=data_hash)
         self.seconds = Counter()  # phase -> seconds of this process
         self.log = Log(self.output_dir / "training_log.jsonl", accelerator)
-        self.loss_sum, self.since_log = 0.0, Counter()
-        self.stop_signal = None
+        self.since_log = Counter()
+        self.asked = self.agreed = 0  # number of the signal that asks to stop: this process, all of them
+        self.saved = None  # update of the last checkpoint
 
     def run(self):
         """Train to the end.
@@ -107,20 +132,28 @@ class Training:
             InputError: memory ran out, the disk is full, or the loss is not finite; says what to change.
         """
         self.resume()
-        self.started, self.updates_here = time.perf_counter() - self.progress.seconds, 0
-        self.clear_log()
-        with self.signals(), self.bar() as bar, ThreadPoolExecutor(1) as worker:
-            for batches in self.batches(worker):
-                if self.progress.update >= self.progress.total_updates:
-                    break
-                self.update(batches)
-                self.after_update(bar)
-                if self.early_stop():
-                    self.say(f"stopped early: no better {self.recipe.metric_for_best_model} for a while")
-                    break
-        if self.progress.update % self.recipe.save_steps:
-            self.checkpoint()
+        self.resumed_seconds = self.progress.seconds
+        self.started = time.perf_counter() - self.progress.seconds
+        self.model.train()
+        try:
+            with self.signals(), self.bar() as bar, ThreadPoolExecutor(1) as worker:
+                batches = self.batches(worker)
+                while not self.done():
+                    self.update(next(batches))
+                    self.after_update(bar)
+                self.log_training(bar)
+                self.checkpoint()
+        except OSError as error:
+            raise InputError(f"{error}: free some space, then the same command goes on from {self.good()}") from error
         self.finish()
+        self.progress.seconds = time.perf_counter() - self.started
+
+    def done(self):
+        patience = self.recipe.early_stopping_patience
+        if patience is not None and self.progress.worse_in_a_row >= patience:
+            self.say(f"stopped early: {patience} evaluations without a better {self.recipe.metric_for_best_model}")
+            return True
+        return self.progress.update >= self.progress.total_updates
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
@@ -136,44 +169,45 @@ class Training:
 
     def update(self, batches):
         """One step of Adam on the mean loss over all target tokens of the update, on however many devices."""
-        n, accelerator = self.progress.update, self.accelerator
+        n, accelerator, loss = self.progress.update, self.accelerator, 0.0
+        tokens = self.agree(batches)
         self.learning_rate = self.schedule(n + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         # Seeded by update and device: nothing to store, nothing to restore.
         torch.manual_seed(((self.recipe.seed * 1_000_003 + n) * 4096 + accelerator.process_index) % 2**63)
-        tokens = self.agree([sum(int((batch["labels"] != -100).sum()) for batch in batches), self.stop_signal or 0])
-        with self.phase("forward and backward"):
-            for i, batch in enumerate(batches):
-                last = i == len(batches) - 1
+        with self.phase("forward and backward") as watch:
+            for batch in batches:
+                last = batch is batches[-1]
                 with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
-                    self.backward(batch, tokens[0] / accelerator.num_processes)
-        with self.phase("optimizer"):
-            self.step()
-        self.count(batches, int(tokens[0]))
-        self.stop_signal = int(tokens[1]) or None
+                    loss += self.backward(batch, tokens / accelerator.num_processes)
+            stepped = self.step()
+        self.count(batches, tokens, loss if stepped else 0.0, stepped, watch())
 
-    def agree(self, numbers):
-        """Sum over devices."""
-        if self.accelerator.num_processes == 1:
-            return numbers
-        return self.accelerator.reduce(torch.tensor(numbers, device=self.accelerator.device)).tolist()
+    def agree(self, batches):
+        """The target tokens of the update on all devices; also tell each other of signals, and look at one clock."""
+        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        seconds = time.perf_counter() - self.started
+        mine = torch.tensor([[tokens, self.asked, round(1000 * seconds)]], device=self.accelerator.device)
+        everyone = self.accelerator.gather(mine)
+        self.agreed = int(everyone[:, 1].max())
+        self.fit_to_clock(int(everyone[0, 2]) / 1000)
+        return int(everyone[:, 0].sum())
 
     def backward(self, batch, tokens):
         """Add a micro-batch to the gradient; devices average theirs, so `tokens` are those of the mean device."""
         device = self.accelerator.device
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         try:
-            with self.accelerator.autocast():
-                loss = self.loss(batch, tokens)
+            loss = self.loss(batch, tokens)
             self.accelerator.backward(loss)
-        except torch.OutOfMemoryError as error:
+        except torch.cuda.OutOfMemoryError as error:
             raise InputError(
                 f"out of memory on {batch['input_ids'].shape[0]} pairs of up to {batch['input_ids'].shape[1]} source "
                 f"and {batch['labels'].shape[1]} target tokens: lower --max_tokens_per_device "
                 f"(now {self.recipe.max_tokens_per_device}); it changes speed, not results"
             ) from error
-        self.loss_sum += loss.detach()
+        return loss.detach()
 
     def loss(self, batch, tokens):
         if self.recipe.r_drop:
@@ -181,33 +215,44 @@ class Training:
         return self.model(**batch, num_items_in_batch=tokens).loss
 
     def step(self):
-        """Adam, unless the gradient is not finite: then the update is skipped and counted."""
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), float("inf"))
-        if torch.isfinite(norm):
+        """Adam, unless the gradient is not finite: then the update is skipped and counted. Whether a step was made."""
+        self.accelerator.unscale_gradients()
+        finite = bool(torch.isfinite(optimization.gradient_norm(self.plain)))
+        if finite or self.accelerator.scaler is not None:  # which skips too, and has to learn of it
             self.optimizer.step()
-            self.progress.skipped_in_a_row = 0
-            if self.ema is not None:
-                self.ema.update(self.plain)
-        else:
-            self.progress.skipped += 1
-            self.progress.skipped_in_a_row += 1
-            self.say(f"update {self.progress.update}: the gradient is not finite; skipped")
         self.optimizer.zero_grad()
-        if self.progress.skipped_in_a_row >= PATIENCE:
-            good = checkpoints.newest(self.output_dir) or "none"
+        if not finite:
+            self.skip()
+            return False
+        self.progress.skipped_in_a_row = 0
+        if self.ema is not None:
+            self.ema.update(self.plain)
+        return True
+
+    def skip(self):
+        """Count an update without a step; too many in a row end the run.
+
+        fp16 begins with a loss scale that overflows and halves it until it does not: no fault above a scale of 1.
+        """
+        scaler, progress = self.accelerator.scaler, self.progress
+        progress.skipped += 1
+        self.say(f"update {progress.update + 1}: the gradient is not finite; skipped")
+        if scaler is None or scaler.get_scale() < 1:
+            progress.skipped_in_a_row += 1
+        if progress.skipped_in_a_row >= PATIENCE:
             raise InputError(
                 f"{PATIENCE} updates in a row without a finite gradient: lower --lr_factor or use "
-                f"--mixed_precision no; last good checkpoint: {good}"
+                f"--mixed_precision no; last good checkpoint: {self.good()}"
             )
 
-    def count(self, batches, tokens):
+    def count(self, batches, tokens, loss, stepped, seconds):
         self.progress.update += 1
         self.progress.target_tokens += tokens
-        self.progress.seconds = time.perf_counter() - self.started
-        self.updates_here += 1
         self.since_log.update(
-            updates=1,
+            loss=loss,
+            steps=int(stepped),
             tokens=tokens,
+            seconds=seconds,
             padded=sum(batch["input_ids"].numel() + batch["labels"].numel() for batch in batches),
             real=sum(int(batch["attention_mask"].sum()) + int((batch["labels"] != -100).sum()) for batch in batches),
         )
@@ -224,96 +269,85 @@ class Training:
     # -- between updates ----------------------------------------------------------------------------------------------
 
     def after_update(self, bar):
-        """Log, evaluate, save and look at the clock when it is time to."""
+        """Log, evaluate and save when it is time to, and stop when asked to."""
         n, recipe = self.progress.update, self.recipe
-        last = n >= self.progress.total_updates
-        if recipe.max_minutes and n % FIT_EVERY == 0:
-            self.fit_to_clock()
-        if n % recipe.logging_steps == 0 or last:
+        if n % recipe.logging_steps == 0:
             self.log_training(bar)
-        if n % recipe.eval_steps == 0 and not last:
+        if n % recipe.eval_steps == 0 and self.splits.validation is not None:
             self.evaluate_and_compare()
         if n % recipe.save_steps == 0:
             self.checkpoint()
-        bar.total = self.progress.total_updates
+        bar.total = self.bar_total()
         bar.update(n - bar.n)
-        if self.stop_signal:
-            folder = self.checkpoint()
-            name = signal.Signals(self.stop_signal).name
-            raise Stopped(self.stop_signal, f"stopped by {name}; the same command goes on from {folder}")
+        # A lone process need not wait for the next update to agree with itself.
+        if number := self.asked if self.accelerator.num_processes == 1 else self.agreed:
+            folder, name = self.checkpoint(), signal.Signals(number).name
+            raise Stopped(number, f"stopped by {name}; the same command goes on from {folder}")
 
-    def fit_to_clock(self):
-        """With --max_minutes: as many updates as the time left allows at the speed so far, agreed by all devices."""
-        here = self.progress.seconds - self.resumed_seconds
-        left = self.recipe.max_minutes * 60 - self.progress.seconds
-        total = self.progress.update + max(0, int(left * self.updates_here / here))
-        total = broadcast(torch.tensor(total, device=self.accelerator.device))
-        self.progress.total_updates = min(int(total), planned_updates(self.recipe, self.plan))
-
-    def early_stop(self):
-        patience = self.recipe.early_stopping_patience
-        return patience is not None and self.progress.worse_in_a_row >= patience
+    def fit_to_clock(self, seconds):
+        """With --max_minutes: as many updates as the time left allows at the speed so far."""
+        if self.recipe.max_minutes and self.progress.update:
+            left = max(0.0, 60 * self.recipe.max_minutes - seconds)
+            total = self.progress.update + round(left * self.progress.update / seconds)
+            self.progress.total_updates = min(total, planned_updates(self.recipe, self.plan))
 
     def evaluate_and_compare(self):
-        """Score the validation data, remember whether this is the best model so far, keep it if it may be wanted."""
-        if self.splits.validation is None:
-            return
-        with self.phase("evaluation"), self.averaged():
-            scores = self.evaluate(self.splits.validation, self.recipe.eval_num_beams)
-        self.log.write({"update": self.progress.update, **{f"eval_{name}": value for name, value in scores.items()}})
-        self.say(summary(self.progress.update, scores, self.recipe.eval_num_beams))
-        metric = self.recipe.metric_for_best_model
-        value = -scores[metric] if metric == "loss" else scores[metric]
-        if self.progress.best is None or value > self.progress.best:
-            self.progress.best, self.progress.best_update, self.progress.worse_in_a_row = (
-                value,
-                self.progress.update,
-                0,
+        """Score the validation data and remember whether this is the best model so far."""
+        recipe, progress = self.recipe, self.progress
+        averaged = contextlib.nullcontext() if self.ema is None else self.ema.applied_to(self.plain)
+        with self.phase("evaluation"), averaged, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they name lines that were cut or never ended: of use in the end only
+            scores, translations = evaluate(
+                self.plain, self.tokenizer, self.splits.validation, self.accelerator, recipe, recipe.eval_num_beams
             )
-            if self.recipe.early_stopping_patience is not None:
+        self.log.write({"update": progress.update, **{f"eval_{name}": value for name, value in scores.items()}})
+        self.say(summary(progress.update, scores, recipe.eval_num_beams))
+        for line in oddities(self.splits.validation["source"], translations):
+            self.say(line)
+        sign = -1 if recipe.metric_for_best_model == "loss" else 1
+        value = sign * scores[recipe.metric_for_best_model]
+        if not math.isnan(value) and (progress.best is None or value > progress.best):
+            progress.best, progress.best_update, progress.worse_in_a_row = value, progress.update, 0
+            if recipe.early_stopping_patience is not None:
                 self.checkpoint()
         else:
-            self.progress.worse_in_a_row += 1
-
-    def evaluate(self, pairs, num_beams):
-        """Scores of the current weights; see the function of the same name."""
-        return evaluate(self.plain, self.tokenizer, pairs, self.accelerator, self.recipe, num_beams)[0]
-
-    def averaged(self):
-        return contextlib.nullcontext() if self.ema is None else self.ema.applied_to(self.plain)
+            progress.worse_in_a_row += 1
 
     # -- what is seen -------------------------------------------------------------------------------------------------
 
-    def clear_log(self):
-        self.loss_sum, self.since_log, self.log_time = 0.0, Counter(), time.perf_counter()
-
     def log_training(self, bar):
         """One line of training_log.jsonl: the mean loss since the last one, speed, padding."""
-        seen, now = self.since_log, time.perf_counter()
-        loss = self.accelerator.reduce(torch.as_tensor(self.loss_sum, device=self.accelerator.device), "mean")
+        seen, self.since_log = self.since_log, Counter()
+        if not seen:
+            return
+        sums = [float(seen["loss"]) / self.accelerator.num_processes, seen["padded"], seen["real"]]
+        loss, padded, real = self.accelerator.reduce(torch.tensor(sums, device=self.accelerator.device)).tolist()
         line = {
             "update": self.progress.update,
             "epoch": round(self.progress.update / self.plan.updates_per_epoch, 3),
-            "loss": float(loss) / seen["updates"],
+            "loss": loss / seen["steps"] if seen["steps"] else math.nan,
             "learning_rate": self.learning_rate,
-            "tokens_per_second": round(seen["tokens"] / (now - self.log_time), 1),
-            "padding": round(1 - seen["real"] / seen["padded"], 4),
-            "seconds": round(self.progress.seconds, 2),
+            "tokens_per_second": round(seen["tokens"] / seen["seconds"], 1),
+            "padding": round(1 - real / padded, 4),
+            "skipped": self.progress.skipped,
+            "seconds": round(time.perf_counter() - self.started, 2),
             "total_updates": self.progress.total_updates,
         }
         self.log.write(line)
         shown = {"loss": f"{line['loss']:.3f}", "lr": f"{line['learning_rate']:.1e}"}
         bar.set_postfix({**shown, "tok/s": int(line["tokens_per_second"]), "pad": f"{line['padding']:.1%}"})
-        self.clear_log()
 
     def bar(self):
         return tqdm(
-            total=self.progress.total_updates,
+            total=self.bar_total(),
             initial=self.progress.update,
             unit="update",
             disable=not self.accelerator.is_main_process,
             dynamic_ncols=True,
         )
+
+    def bar_total(self):
+        return None if self.progress.total_updates == UNLIMITED else self.progress.total_updates
 
     def say(self, text):
         if self.accelerator.is_main_process:
@@ -321,17 +355,22 @@ class Training:
 
     @contextlib.contextmanager
     def phase(self, name):
+        """Add the time spent inside to the table; gives a function that tells the seconds so far."""
         start = time.perf_counter()
-        yield
+        yield lambda: time.perf_counter() - start
         self.seconds[name] += time.perf_counter() - start
 
     @contextlib.contextmanager
     def signals(self):
-        """SIGTERM and Ctrl-C end the run after the current update and a checkpoint; a second one ends it at once."""
+        """SIGTERM and Ctrl-C end the run after the current update and a checkpoint.
+
+        A second one ends it at once, but not with several processes: they get each from the terminal and the launcher.
+        """
 
         def ask(number, frame):
-            signal.signal(number, signal.SIG_DFL)
-            self.stop_signal = number
+            self.asked = number
+            if self.accelerator.num_processes == 1:
+                signal.signal(number, signal.SIG_DFL)
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -343,65 +382,78 @@ class Training:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def checkpoint(self):
-        """Write `checkpoint-<update>` and delete those that are no longer needed."""
+        """The folder `checkpoint-<update>`, written unless it has been; those no longer needed are deleted."""
+        recipe, progress = self.recipe, self.progress
+        folder = self.output_dir / f"checkpoint-{progress.update}"
+        if self.saved == progress.update:
+            return folder
         with self.phase("checkpoints"):
-            moments = optimizer_tensors(self.model, self.optimizer)
-            folder = self.output_dir / f"checkpoint-{self.progress.update}"
+            progress.seconds = time.perf_counter() - self.started
+            if self.accelerator.scaler is not None:
+                progress.scaler = self.accelerator.scaler.state_dict()
+            tensors = {"optimizer": optimizer_tensors(self.plain, self.optimizer)}
+            if self.ema is not None:
+                tensors["ema"] = self.ema.average
             if self.accelerator.is_main_process:
-                tensors = {"optimizer": moments} | ({} if self.ema is None else {"ema": self.ema.average})
-                try:
-                    checkpoints.save(
-                        self.output_dir,
-                        self.progress.update,
-                        self.plain,
-                        self.tokenizer,
-                        tensors,
-                        asdict(self.progress),
-                    )
-                except OSError as error:
-                    good = checkpoints.newest(self.output_dir) or "none"
-                    raise InputError(
-                        f"{error}: free some space and run again. Last good checkpoint: {good}"
-                    ) from error
-                keep = max(self.recipe.save_total_limit, self.recipe.average_checkpoints)
-                checkpoints.rotate(self.output_dir, keep, self.progress.best_update)
+                checkpoints.save(folder, self.plain, self.tokenizer, tensors, asdict(progress))
+                keep = max(recipe.save_total_limit, recipe.average_checkpoints)
+                checkpoints.rotate(self.output_dir, keep, recipe.save_steps, progress.best_update)
             self.accelerator.wait_for_everyone()
+        self.saved = progress.update
         return folder
 
+    def good(self):
+        return checkpoints.newest(self.output_dir, self.say) or "the beginning: there is no whole checkpoint"
+
     def resume(self):
-        """Load the newest whole checkpoint, if there is one."""
-        folder = self.recipe.resume_from_checkpoint or checkpoints.newest(self.output_dir, self.say)
+        """Go on from the newest whole checkpoint, or else from the one that the recipe names."""
+        folder = checkpoints.newest(self.output_dir, self.say)
+        named = self.recipe.resume_from_checkpoint
+        if folder is None and named is not None:
+            folder = named
+            if reason := checkpoints.fault(folder):
+                raise InputError(f"--resume_from_checkpoint {folder} is no whole checkpoint: {reason}")
+        elif named is not None and Path(named).resolve() != folder.resolve():
+            self.say(f"--resume_from_checkpoint {named} is not used: the run has gone on to {folder}")
         if folder is not None:
-            weights, tensors, progress = checkpoints.load(folder)
-            checkpoints.load_weights(self.plain, weights)
-            load_optimizer_tensors(self.model, self.optimizer, tensors["optimizer"])
-            if self.ema is not None:
-                self.ema.load_state_dict(
-                    {"updates": progress["update"] - progress["skipped"], "average": tensors["ema"]}
-                )
-            if progress["data"] != self.progress.data:
-                raise InputError(f"{folder} was trained on other pairs: use the same data or another --output_dir")
-            if not self.recipe.max_minutes:
-                progress["total_updates"] = self.progress.total_updates
-            self.progress = Progress(**progress)
+            self.load(folder)
             self.say(f"going on from {folder}")
-        self.resumed_seconds = self.progress.seconds
+        everyone = self.accelerator.gather(torch.tensor([self.progress.update], device=self.accelerator.device))
+        if everyone.unique().numel() > 1:
+            raise InputError(f"{self.output_dir} is not the same folder for all processes: share it between machines")
         self.log.cut(self.progress.update)
 
+    def load(self, folder):
+        """Weights, moments, average and progress of a checkpoint."""
+        weights, tensors, progress = checkpoints.load(folder)
+        if progress["data"] != self.progress.data:
+            raise InputError(f"{folder} was trained on other pairs: use the same data or another --output_dir")
+        checkpoints.load_weights(self.plain, weights)
+        load_optimizer_tensors(self.plain, self.optimizer, tensors["optimizer"])
+        if self.ema is not None:
+            steps = progress["update"] - progress["skipped"]
+            self.ema.load_state_dict({"updates": steps, "average": tensors["ema"]})
+        if self.accelerator.scaler is not None and progress["scaler"]:
+            self.accelerator.scaler.load_state_dict(progress["scaler"])
+        progress["total_updates"] = self.progress.total_updates  # another --max_steps is allowed
+        self.progress = Progress(**progress)
+        self.fit_to_clock(self.progress.seconds)
+        if Path(folder).resolve().parent == self.output_dir.resolve():
+            self.saved = self.progress.update
+
     def finish(self):
-        """The final weights: averaged over checkpoints, the moving average, or those of the best evaluation."""
-        recipe = self.recipe
-        self.accelerator.wait_for_everyone()
+        """The final weights: averaged over checkpoints, those of the best evaluation, or the moving average."""
+        recipe, best = self.recipe, self.progress.best_update
         if recipe.average_checkpoints > 1:
-            folders = checkpoints.all_in(self.output_dir)[-recipe.average_checkpoints :]
+            folders = checkpoints.scheduled(self.output_dir, recipe.save_steps)[-recipe.average_checkpoints :]
             checkpoints.load_weights(self.plain, optimization.average(folders))
             self.say(f"averaged the weights of {', '.join(folder.name for folder in folders)}")
+        elif recipe.early_stopping_patience is not None and best is not None:
+            weights, tensors, _ = checkpoints.load(self.output_dir / f"checkpoint-{best}")
+            checkpoints.load_weights(self.plain, tensors.get("ema", weights))
+            self.say(f"took the weights of checkpoint-{best}")
         elif self.ema is not None:
             checkpoints.load_weights(self.plain, self.ema.average)
-        elif recipe.early_stopping_patience is not None and self.progress.best_update:
-            best = self.output_dir / f"checkpoint-{self.progress.best_update}"
-            checkpoints.load_weights(self.plain, checkpoints.load(best)[0])
-            self.say(f"took the weights of {best.name}")
 
     def results(self):
         """Flat keys for all_results.json."""
@@ -412,7 +464,7 @@ class Training:
             "train_updates": self.progress.update,
             "train_epochs": round(self.progress.update / self.plan.updates_per_epoch, 2),
             "train_target_tokens": self.progress.target_tokens,
-            "train_tokens_per_second": round(self.progress.target_tokens / seconds, 1) if seconds else 0.0,
+            "train_tokens_per_second": round(self.progress.target_tokens / seconds, 1),
             "train_skipped_updates": self.progress.skipped,
             "train_samples": len(self.train),
         }
@@ -421,7 +473,7 @@ class Training:
         """Where this process spent its time."""
         whole = self.progress.seconds - self.resumed_seconds
         rows = [*self.seconds.most_common(), ("other", whole - sum(self.seconds.values()))]
-        return "\n".join(f"  {name:22}{seconds:9.1f} s {seconds / whole:7.1%}" for name, seconds in rows if whole)
+        return "\n".join(f"  {name:22}{seconds:9.1f} s {seconds / whole:7.1%}" for name, seconds in rows)
 
 
 def plan(recipe, splits, tokenizer):
@@ -448,7 +500,7 @@ def planned_updates(recipe, plan):
     limits = [recipe.max_steps]
     if recipe.num_train_epochs is not None:
         limits.append(max(1, round(recipe.num_train_epochs * plan.updates_per_epoch)))
-    return min((limit for limit in limits if limit is not None), default=10**9)
+    return min((limit for limit in limits if limit is not None), default=UNLIMITED)
 
 
 def r_drop_loss(model, batch, tokens, alpha):
@@ -463,6 +515,9 @@ def r_drop_loss(model, batch, tokens, alpha):
     log_p, log_q = log_p[kept], log_q[kept]
     divergence = ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum()  # KL(p || q) + KL(q || p)
     return output.loss + alpha * divergence / 4 / tokens
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
 
 
 def evaluate(model, tokenizer, pairs, accelerator, recipe, num_beams, confidence=False):
@@ -486,31 +541,27 @@ def evaluate(model, tokenizer, pairs, accelerator, recipe, num_beams, confidence
 @torch.no_grad()
 def negative_log_likelihood(model, tokenizer, pairs, accelerator, recipe):
     """Mean over target tokens."""
-    with accelerator.main_process_first():
-        tokens = data.tokenise(pairs, tokenizer)
-    lengths = data.lengths(tokens)
-    total, ids = 0.0, model.config
-    for rows in token_batches(lengths, recipe.max_tokens_per_device)[
-        accelerator.process_index :: accelerator.num_processes
-    ]:
-        batch = collate([tokens[int(row)] for row in rows], ids.pad_token_id, ids.decoder_start_token_id)
+    sources, targets = (data.encode(list(pairs[side]), tokenizer) for side in ("source", "target"))
+    lengths = np.array([[len(source), len(target)] for source, target in zip(sources, targets, strict=True)])
+    batches = token_batches(lengths, recipe.max_tokens_per_device)
+    total = torch.zeros((), dtype=torch.float64)
+    for rows in batches[accelerator.process_index :: accelerator.num_processes]:
+        chosen = [{"input_ids": sources[i], "labels": targets[i]} for i in rows]
+        batch = collate(chosen, model.config.pad_token_id, model.config.decoder_start_token_id)
         batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
         with accelerator.autocast():
-            total += model(**batch, num_items_in_batch=1, skip_logits=True).loss.double()
-    total = accelerator.reduce(torch.as_tensor(total, dtype=torch.float64, device=accelerator.device))
-    return float(total) / int(lengths[:, 1].sum())
+            total += model(**batch, num_items_in_batch=1, skip_logits=True).loss.cpu()
+    return sum(gather_object([float(total)])) / int(lengths[:, 1].sum())
 
 
 def translate(model, tokenizer, texts, accelerator, recipe, num_beams):
     """Translations in the order of the texts; every device does its share."""
-    texts = list(texts)
-    mine = range(accelerator.process_index, len(texts), accelerator.num_processes)
-    translations = model.translate(
-        [texts[i] for i in mine], tokenizer, num_beams=num_beams, length_penalty=recipe.length_penalty
-    )
-    if accelerator.num_processes == 1:
-        return translations
-    return [text for _, text in sorted(gather_object(list(zip(mine, translations, strict=True))))]
+    rank, world = accelerator.process_index, accelerator.num_processes
+    # Blank texts cost nothing, and so the line numbers in warnings are right on every device.
+    mine = [text if i % world == rank else "" for i, text in enumerate(texts)]
+    translations = model.translate(mine, tokenizer, num_beams=num_beams, length_penalty=recipe.length_penalty)
+    everyone = gather_object([translations])
+    return [everyone[i % world][i] for i in range(len(translations))]
 
 
 def summary(update, scores, num_beams):
@@ -519,34 +570,56 @@ def summary(update, scores, num_beams):
     return f"update {update}: validation {shown} ({decoding})"
 
 
+def oddities(sources, translations):
+    """What no score shows: lines of text about translations that are all the same, or repeat themselves."""
+    found = []
+    if len(set(sources)) > 1 and len(set(translations)) == 1:
+        found.append(
+            f"all {len(translations)} translations are {translations[0][:60]!r}: the model does not yet look at the "
+            "source; if this stays, check the learning rate (--warmup_steps, --lr_factor)"
+        )
+    repeating = sum(
+        bool(REPETITION.search(translation)) and not REPETITION.search(source)
+        for source, translation in zip(sources, translations, strict=True)
+    )
+    if repeating:
+        found.append(f"{repeating} of {len(translations)} translations repeat something five times")
+    return found
+
+
+# -- what is stored ---------------------------------------------------------------------------------------------------
+
+
 def optimizer_tensors(model, optimizer):
-    """Adam's moments by parameter name, whole and on the CPU whatever the sharding: {"name|moment": tensor}."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_optimizer_state_dict(model, optimizer.optimizer, options=options)["state"]
-    return {f"{name}|{key}": tensor for name, moments in state.items() for key, tensor in moments.items()}
+    """Adam's moments by parameter name: {"name|moment": tensor}."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    state = optimizer.state_dict()["state"]
+    return {f"{names[i]}|{key}": tensor for i, moments in state.items() for key, tensor in moments.items()}
 
 
 def load_optimizer_tensors(model, optimizer, tensors):
     """Undo `optimizer_tensors`."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     state = {}
     for key, tensor in tensors.items():
         name, _, moment = key.rpartition("|")
-        state.setdefault(name, {})[moment] = tensor
-    groups = get_optimizer_state_dict(model, optimizer.optimizer)["param_groups"]
-    set_optimizer_state_dict(model, optimizer.optimizer, {"state": state, "param_groups": groups})
+        state.setdefault(names.index(name), {})[moment] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 class Log:
-    """training_log.jsonl, and the trackers that --report_to names; only the main process writes."""
+    """training_log.jsonl, and the trackers that --report_to names: numbers only; only the main process writes."""
 
     def __init__(self, path, accelerator):
         self.path, self.accelerator = path, accelerator
 
     def write(self, line):
-        self.accelerator.log({name: value for name, value in line.items() if name != "update"}, step=line["update"])
+        numbers = {name: each for name, each in line.items() if isinstance(each, (int, float)) and math.isfinite(each)}
         if self.accelerator.is_main_process:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(numbers) + "\n")
+        update = numbers.pop("update")
+        self.accelerator.log(numbers, step=update)
 
     def lines(self):
         if not self.path.exists():
@@ -557,7 +630,9 @@ class Log:
         """Forget what came after the checkpoint from which training goes on."""
         if self.accelerator.is_main_process and self.path.exists():
             kept = [line for line in self.lines() if line["update"] <= update]
-            self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            aside = self.path.with_suffix(".partial")
+            aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            aside.replace(self.path)
 
     def last(self, name):
         return next((line[name] for line in reversed(self.lines()) if name in line), None)

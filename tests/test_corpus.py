@@ -253,7 +253,8 @@ def test_json_may_name_its_texts_source_and_target(tmp_path):
 TMX = """<?xml version="1.0" encoding="{encoding}"?>
 <!DOCTYPE tmx SYSTEM "tmx14.dtd">
 <tmx xmlns="http://www.lisa.org/tmx14" version="1.4"><header><note xml:lang="en">a note</note></header><body>
-<tu><tuv xml:lang="EN-US"><seg>Press <bpt i="1">&lt;b&gt;</bpt>the <hi>big</hi> key<ept i="1">&lt;/b&gt;</ept>.</seg></tuv>
+<tu><tuv xml:lang="EN-US">
+<seg>Press <bpt i="1">&lt;b&gt;</bpt>the <hi>big</hi> key<ept i="1">&lt;/b&gt;</ept>.</seg></tuv>
 <tuv lang="fr"><seg>Pressez <ph>{{0}}</ph>là.</seg></tuv></tu>
 <tu><tuv xml:lang="en"><seg>Only English</seg></tuv></tu>
 </body></tmx>"""

@@ -71,7 +71,7 @@ def python(script, *arguments, home, **environment):
         cwd=home.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     for token in (TOKEN, WRONG_TOKEN):

@@ -242,6 +242,8 @@ def test_fresh_weights_are_glorot_uniform_and_embeddings_normal():
     config = VanillaConfig.preset("tiny", vocab_size=3000, tie_word_embeddings=False)
     model = VanillaForConditionalGeneration(config).model
     for layer in (*model.encoder.layers, *model.decoder.layers):
+        limit = math.sqrt(6 / (128 + 3 * 128))  # W^Q, W^K and W^V side by side are the matrix that Glorot means
+        assert 0.98 * limit < layer.self_attn.k_proj.weight.abs().max() <= limit
         limit = math.sqrt(6 / (128 + 256))
         assert 0.99 * limit < layer.fc1.weight.abs().max() <= limit
         assert layer.fc1.weight.std().item() == pytest.approx(limit / math.sqrt(3), rel=0.02)
@@ -272,7 +274,7 @@ def test_tied_matrices_are_one_tensor_before_and_after_saving(tie, share, tmp_pa
 @pytest.mark.parametrize("tie, share", SHARING)
 @pytest.mark.parametrize("size", [64, 58])
 def test_resizing_changes_every_matrix_and_keeps_the_old_rows(tie, share, size, tmp_path):
-    model = build(tie_word_embeddings=tie, share_encoder_decoder_embeddings=share)
+    model = build(tie_word_embeddings=tie, share_encoder_decoder_embeddings=share, lm_head_bias=not share)
     kept, source, target = min(size, 61), tokens(2, 6) % 50 + 4, tokens(2, 5) % 50 + 4
     before = model(source, decoder_input_ids=target).logits
     model.resize_token_embeddings(size)
@@ -622,12 +624,17 @@ def closed_form(logits, labels, eps):
     return -(1 - eps) * log_p.gather(1, labels[:, None])[:, 0] - eps * log_p.mean(-1)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 0.1, 0.5])
-def test_label_smoothing_is_the_closed_form_and_torchs(eps):
-    model = build(label_smoothing=eps).train()
+def test_label_smoothing_is_the_closed_form_and_torchs(eps, bias):
+    model = build(label_smoothing=eps, lm_head_bias=bias).train()
     pairs = batch()
     output = model(**pairs, skip_logits=False)
     kept = pairs["labels"] != -100
+    assert_same(model(**pairs).loss, output.loss)
+    without, beside = gradients(model, model(**pairs).loss), gradients(model, output.loss)
+    for name in beside:
+        assert_same(without[name], beside[name])
     expected = closed_form(output.logits[kept], pairs["labels"][kept], eps).mean()
     assert output.loss.item() == pytest.approx(expected.item(), abs=1e-6)
     assert_same(

@@ -1,3 +1,5 @@
+from itertools import chain, islice, repeat
+
 import pytest
 import torch
 from transformers import dynamic_module_utils, pipeline
@@ -9,12 +11,19 @@ from modeling_vanilla.pipeline_vanilla import VanillaTranslationPipeline
 TEXTS = ["A dog runs.", "", "Two men sit on a bench in the park.", "-"]
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:translations that hit the length limit")
+
+
 @pytest.fixture(scope="module")
 def model_and_tokenizer():
     tokenizer = tokenization.train(TEXTS, vocab_size=300)
     torch.manual_seed(0)
     config = VanillaConfig.preset("tiny", vocab_size=len(tokenizer), encoder_layers=1, decoder_layers=1)
-    return VanillaForConditionalGeneration(config).eval(), tokenizer
+    model = VanillaForConditionalGeneration(config).eval()
+    with torch.no_grad():  # an untrained model says the same whatever the source, if it hears it softly
+        for parameter in model.model.decoder.layers[0].encoder_attn.parameters():
+            parameter.mul_(8)
+    return model, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +36,7 @@ def translator(model_and_tokenizer):
 def expected(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
     texts = model.translate(TEXTS, tokenizer, max_new_tokens=8)
+    assert len(set(texts)) == len(TEXTS)
     return [{"translation_text": text} for text in texts]
 
 
@@ -54,7 +64,8 @@ def test_other_iterables_are_translated_lazily(translator, expected):
         def __getitem__(self, index):
             return TEXTS[index]
 
-    assert list(translator(Column())) == list(translator(iter(TEXTS))) == expected
+    endless = translator(chain(TEXTS, repeat("")))
+    assert list(islice(endless, len(TEXTS))) == list(translator(Column())) == expected
 
 
 def test_options_reach_the_model_and_those_of_a_call_win(model_and_tokenizer, translator):

@@ -35,11 +35,18 @@ for name in sys.argv[1:]:
 """
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:translations that hit the length limit")
+
+
 def make(vocab_size=None):
     tokenizer = tokenization.train(TEXTS, vocab_size=300)
     torch.manual_seed(0)
     config = VanillaConfig.preset("tiny", vocab_size=vocab_size or len(tokenizer), encoder_layers=1, decoder_layers=1)
-    return VanillaForConditionalGeneration(config).eval(), tokenizer
+    model = VanillaForConditionalGeneration(config).eval()
+    with torch.no_grad():  # an untrained model says the same whatever the source, if it hears it softly
+        for parameter in model.model.decoder.layers[0].encoder_attn.parameters():
+            parameter.mul_(8)
+    return model, tokenizer
 
 
 @pytest.fixture
@@ -65,6 +72,7 @@ def lay_out_as_on_the_hub(folder, cache):
 def test_a_copied_folder_and_a_hub_cache_translate_alike_offline_without_this_package(folder, tmp_path):
     model, tokenizer = sharing.load_model(folder)
     expected = model.translate(TEXTS, tokenizer, max_new_tokens=8)
+    assert len(set(expected)) == len(TEXTS)
     copied = tmp_path / "elsewhere" / "copied"
     shutil.copytree(folder, copied)
     shutil.rmtree(folder)
@@ -84,9 +92,10 @@ def test_loading_runs_no_code_of_the_folder(folder):
 
 def test_saving_what_was_loaded_gives_the_same_files(folder, tmp_path):
     sharing.save_model(*sharing.load_model(folder), tmp_path / "again")
-    assert {file.name: file.read_bytes() for file in (tmp_path / "again").iterdir()} == {
-        file.name: file.read_bytes() for file in folder.iterdir()
-    }
+    contents = [{file.name: file.read_bytes() for file in path.iterdir()} for path in (folder, tmp_path / "again")]
+    for content in contents:  # transformers 4 writes this file too, the second time in more words
+        content.pop("special_tokens_map.json", None)
+    assert contents[0] == contents[1]
 
 
 def test_saving_over_a_model_replaces_it_and_leaves_other_files_alone(folder):

@@ -376,7 +376,8 @@ def test_device_map_auto_places_the_model(folder):
 
 
 def test_layers_kept_on_disk_are_read_when_they_run(folder, tmp_path):
-    parts = {"model.encoder.layers": "disk", "model": "cpu", "lm_head": "cpu"}
+    names = ["model.shared", "lm_head", *(f"model.{side}.embed_{what}" for side in ("encoder", "decoder") for what in ("tokens", "positions"))]
+    parts = {**dict.fromkeys(names, "cpu"), "model.encoder.layer_norm":"cpu","model.decoder.layer_norm":"cpu","model.encoder.layers": "disk", "model.decoder.layers": "cpu"}
     placed = AutoModelForSeq2SeqLM.from_pretrained(folder, device_map=parts, offload_folder=tmp_path)
     assert placed.model.encoder.layers[0].fc1.weight.is_meta
     torch.testing.assert_close(placed(**inputs_of(6)).logits, load(folder)[0](**inputs_of(6)).logits)

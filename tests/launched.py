@@ -1,0 +1,126 @@
+"""Runs of run_translation.py in real processes, one or several, that can be killed.
+
+They are forked from a process that has imported everything, so that a run costs a second and not ten.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import run_translation
+from modeling_vanilla import demo_corpus, errors
+
+
+TIMEOUT = 300  # seconds, on a busy machine
+SIZES = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --encoder_ffn_dim 32 --decoder_ffn_dim 32"
+TINY = f"--preset tiny {SIZES} --vocab_size 300 --warmup_steps 20 --lr_factor 0.2".split()
+
+
+def write_pairs(folder, count, name="pairs.tsv", first=0):
+    """Made-up English and German sentences of many lengths."""
+    pairs = demo_corpus.generate("test")[first : first + count]
+    path = Path(folder) / name
+    path.write_text("source\ttarget\n" + "".join(f"{source}\t{target}\n" for source, target in pairs))
+    return path
+
+
+class Run:
+    """`python run_translation.py ...`, or what torchrun makes of it with `processes` > 1.
+
+    `die_at_flush`: the process kills itself when it is about to wait for the disk for the so-manieth time.
+    """
+
+    def __init__(self, *flags, processes=1, die_at_flush=None, largest_file=None):
+        here = Path(__file__).parent
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["launched"])
+        flags = [str(flag) for flag in flags]
+        self.output_dir = Path(flags[flags.index("--output_dir") + 1])
+        self.log = self.output_dir.with_name(f"{self.output_dir.name}.{time.monotonic_ns()}.log")
+        port = free_port()
+        self.processes = []
+        for rank in range(processes):
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+            environment = {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if processes > 1 else {}
+            arguments = flags, self.log, environment, die_at_flush, largest_file
+            self.processes.append(context.Process(target=main, args=arguments))
+        for process in self.processes:
+            process.start()
+
+    def wait(self):
+        """Exit codes; -9 for a process that was killed."""
+        deadline = time.monotonic() + TIMEOUT
+        for process in self.processes:
+            process.join(max(0, deadline - time.monotonic()))
+        hanging = [process for process in self.processes if process.exitcode is None]
+        for process in hanging:
+            process.kill()
+        if hanging:
+            raise TimeoutError(f"{len(hanging)} of {len(self.processes)} processes hang: {self.text()}")
+        return [process.exitcode for process in self.processes]
+
+    def finish(self):
+        """Wait for success; what was printed."""
+        codes = self.wait()
+        if any(codes):
+            raise RuntimeError(f"exit codes {codes}: {self.text()}")
+        return self.text()
+
+    def when(self, condition):
+        """Wait until the condition holds or the run has ended."""
+        deadline = time.monotonic() + TIMEOUT
+        while not condition() and any(p.exitcode is None for p in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return self
+
+    def signal(self, number, rank=0):
+        """Send a signal to one of the processes, unless it has ended."""
+        if self.processes[rank].exitcode is None:
+            os.kill(self.processes[rank].pid, number)
+        return self
+
+    def text(self):
+        return self.log.read_text(encoding="utf-8")
+
+
+def main(flags, log, environment, die_at_flush, largest_file):
+    """What the forked process does."""
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    if die_at_flush is not None:
+        die_at(die_at_flush)
+    if largest_file is not None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    sys.argv = ["run_translation.py", *flags]
+    sys.exit(errors.run(run_translation.main))
+
+
+def die_at(flush):
+    fsync, count = os.fsync, 0
+
+    def counted(descriptor):
+        nonlocal count
+        count += 1
+        if count == flush:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+
+    os.fsync = counted
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

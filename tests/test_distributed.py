@@ -1,0 +1,128 @@
+"""Two and three processes make the updates, scores and files that one makes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from launched import TINY, Run, free_port, write_pairs
+from safetensors.torch import load_file
+
+from modeling_vanilla import training
+from modeling_vanilla.errors import InputError
+from modeling_vanilla.recipe import Recipe
+
+
+ROOT = Path(__file__).parents[1]
+EXACT = ["--dropout", "0", "--seed", "3", "--num_beams", "2"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    return {
+        "--train_file": write_pairs(folder, 60),
+        "--validation_file": write_pairs(folder, 5, "validation.tsv", first=60),
+        "--test_file": write_pairs(folder, 7, "test.tsv", first=70),
+    }
+
+
+def flags(corpus, output_dir, **more):
+    """Twenty updates of five a pass over the data."""
+    chosen = {**corpus, "--output_dir": output_dir, "--tokens_per_update": 330, "--max_steps": 20}
+    chosen |= {"--logging_steps": 1, "--eval_steps": 10} | {f"--{name}": value for name, value in more.items()}
+    return [*TINY, *EXACT, *(each for item in chosen.items() for each in item)]
+
+
+def lines(folder, name):
+    log = (folder / "training_log.jsonl").read_text().splitlines()
+    return [line[name] for line in map(json.loads, log) if name in line]
+
+
+def largest_difference(folder, other):
+    ours, theirs = (load_file(each / "model.safetensors") for each in (folder, other))
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory):
+    """What one process makes of it."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    Run(*flags(corpus, folder)).finish()
+    return folder
+
+
+@pytest.mark.parametrize("processes, max_tokens_per_device", [(1, 90), (2, 4096), (3, 60)])
+def test_devices_and_accumulation_only_split_an_update(corpus, alone, tmp_path, processes, max_tokens_per_device):
+    folder = tmp_path / "out"
+    Run(*flags(corpus, folder, max_tokens_per_device=max_tokens_per_device), processes=processes).finish()
+    assert largest_difference(folder, alone) < 1e-5
+    assert lines(folder, "learning_rate") == lines(alone, "learning_rate")
+    assert lines(folder, "loss") == pytest.approx(lines(alone, "loss"), abs=1e-5)
+    for name in ("eval_loss", "eval_bleu", "eval_chrf"):
+        assert lines(folder, name) == pytest.approx(lines(alone, name), abs=1e-5)
+    predictions = [(each / "generated_predictions.txt").read_bytes() for each in (folder, alone)]
+    assert predictions[0] == predictions[1] and predictions[0].count(b"\n") == 7
+
+
+def test_noise_and_a_resumed_run_do_not_depend_on_the_number_of_processes(corpus, tmp_path):
+    noise = {"bpe_dropout": 0.2, "source_word_dropout": 0.1, "target_word_dropout": 0.1, "save_steps": 7}
+    one, two = tmp_path / "one", tmp_path / "two"
+    Run(*flags(corpus, one, **noise)).finish()
+    Run(*flags(corpus, two, **noise | {"max_steps": 7})).finish()
+    Run(*flags(corpus, two, **noise), processes=2).finish()
+    assert largest_difference(one, two) < 1e-5
+    assert lines(two, "update") == lines(one, "update")
+    assert lines(two, "loss") == pytest.approx(lines(one, "loss"), abs=1e-5)
+
+
+def test_processes_without_work_take_part(corpus, tmp_path):
+    """One pair for three processes, in training and in every evaluation."""
+    single = {name: write_pairs(tmp_path, 1, f"{name}.tsv") for name in corpus}
+    folder = tmp_path / "out"
+    Run(*flags(single, folder, max_steps=3, eval_steps=2), processes=3).finish()
+    assert lines(folder, "update") == [1, 2, 2, 3]
+    assert (folder / "generated_predictions.txt").read_text().count("\n") == 1
+
+
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(corpus, tmp_path):
+    folder = tmp_path / "out"
+    run = Run(*flags(corpus, folder, max_steps=10**6, eval_steps=10**6), processes=2)
+    log = folder / "training_log.jsonl"
+    run.when(lambda: log.exists() and log.read_text().count("\n") > 3).signal(signal.SIGTERM, rank=1)
+    assert run.wait() == [128 + signal.SIGTERM] * 2
+    assert "stopped by SIGTERM; the same command goes on from" in run.text()
+    update = lines(folder, "update")[-1]
+    assert [each.name for each in folder.glob("checkpoint-*")] == [f"checkpoint-{update}"]
+
+
+def test_a_sharded_model_is_refused(monkeypatch, tmp_path):
+    recipe = Recipe(output_dir=str(tmp_path))
+    monkeypatch.setattr(training.Accelerator, "distributed_type", DistributedType.FSDP)
+    with pytest.raises(InputError, match="every device holds the whole model"):
+        training.accelerator(recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "accelerate.commands.launch"])
+def test_the_launchers_of_the_readme_start_processes_that_work_together(corpus, alone, tmp_path, launcher):
+    options = {
+        "torch.distributed.run": ["--nproc_per_node", "2"],
+        "accelerate.commands.launch": ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
+    }[launcher]
+    port = ["--master_port" if "torch" in launcher else "--main_process_port", str(free_port())]
+    command = [sys.executable, "-m", launcher, *options, *port, str(ROOT / "run_translation.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    arguments = map(str, flags(corpus, tmp_path / "out"))
+    result = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert largest_difference(tmp_path / "out", alone) < 1e-5
+    assert torch.equal(
+        torch.tensor(lines(tmp_path / "out", "learning_rate")), torch.tensor(lines(alone, "learning_rate"))
+    )

@@ -1,0 +1,152 @@
+"""The script from end to end: interrupted anywhere it goes on, and what it leaves is whole."""
+
+import json
+import random
+import signal
+from dataclasses import asdict
+
+import pytest
+from launched import TINY, Run, write_pairs
+
+import run_translation
+from modeling_vanilla import sharing
+from modeling_vanilla.errors import InputError
+from modeling_vanilla.recipe import parse
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    return ["--train_file", write_pairs(folder, 60), "--test_file", write_pairs(folder, 4, "test.tsv", first=70)]
+
+
+def flags(corpus, output_dir, **more):
+    """Thirty updates of six a pass over the data, a checkpoint every four of them, and all kinds of noise."""
+    chosen = {"output_dir": output_dir, "tokens_per_update": 250, "max_steps": 30, "save_steps": 4, "eval_steps": 9}
+    chosen |= {"logging_steps": 1, "max_eval_samples": 3, "num_beams": 1, "bpe_dropout": 0.1, "ema_decay": 0.9}
+    chosen |= {"target_word_dropout": 0.1, "average_checkpoints": 3} | more
+    return [*TINY, *corpus, *(each for name, value in chosen.items() for each in (f"--{name}", value))]
+
+
+def log(folder):
+    """What an interruption must not change, line by line."""
+    names = "update", "loss", "learning_rate", "eval_loss", "eval_bleu"
+    written = (folder / "training_log.jsonl").read_text().splitlines()
+    return [{name: line[name] for name in names if name in line} for line in map(json.loads, written)]
+
+
+def result(folder):
+    return [(folder / name).read_bytes() for name in ("model.safetensors", "generated_predictions.txt")]
+
+
+def lines_written(folder):
+    path = folder / "training_log.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted") / "out"
+    Run(*flags(corpus, folder)).finish()
+    return folder
+
+
+def test_a_killed_run_ends_as_one_that_was_not_and_says_when_it_is_finished(corpus, uninterrupted, tmp_path):
+    folder = tmp_path / "out"
+
+    def kill(condition):
+        run = Run(*flags(corpus, folder)).when(condition).signal(signal.SIGKILL)
+        assert run.wait() == [-signal.SIGKILL], run.text()
+
+    kill(lambda: (folder / "tokenizer.json").exists() and lines_written(folder) >= 2)  # before the first checkpoint
+    assert not list(folder.glob("checkpoint-*"))
+    kill(lambda: lines_written(folder) >= 13)  # twelve updates and an evaluation: the data ends for the second time
+    run = Run(*flags(corpus, folder), die_at_flush=20)  # while it writes a checkpoint
+    assert run.wait() == [-signal.SIGKILL] and "going on from" in run.text()
+    assert list(folder.glob(".checkpoint-*"))
+    kill(lambda: (folder / "model.safetensors").exists())  # while it writes the final folder
+    assert not (folder / "all_results.json").exists()
+
+    assert "going on from" in Run(*flags(corpus, folder)).finish()
+    assert log(folder) == log(uninterrupted) and log(folder)[-1]["update"] == 30
+    assert result(folder) == result(uninterrupted)
+    assert not list(tmp_path.glob(".*partial")) and not list(folder.glob(".*"))
+    assert "holds the finished run" in Run(*flags(corpus, folder)).finish()
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments_change_nothing(corpus, uninterrupted, tmp_path):
+    folder, draw, killed = tmp_path / "out", random.Random(1), 0
+    while killed < 10:
+        if draw.random() < 0.5:  # about to wait for the disk, in a checkpoint or elsewhere
+            run = Run(*flags(corpus, folder), die_at_flush=draw.randint(1, 40))
+        else:
+            goal = lines_written(folder) + draw.randint(-3, 3)
+            run = Run(*flags(corpus, folder))
+            run.when(lambda run=run, goal=goal: "going on" in run.text() and lines_written(folder) > goal)
+            run.signal(signal.SIGKILL)
+        killed += run.wait() == [-signal.SIGKILL]
+    Run(*flags(corpus, folder)).finish()
+    assert log(folder) == log(uninterrupted)
+    assert result(folder) == result(uninterrupted)
+
+
+def test_signals_and_a_full_disk_stop_with_a_checkpoint_to_go_on_from(corpus, uninterrupted, tmp_path):
+    folder = tmp_path / "out"
+    for number, lines in (signal.SIGTERM, 5), (signal.SIGINT, 13):
+        run = Run(*flags(corpus, folder)).when(lambda lines=lines: lines_written(folder) > lines).signal(number)
+        assert run.wait() == [128 + number], run.text()
+        assert f"stopped by {number.name}" in run.text()
+        assert sharing.load_model(max(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime))
+    before = {path.name for path in folder.glob("checkpoint-*")}
+    run = Run(*flags(corpus, folder), largest_file=40_000)  # enough for all files but the weights
+    assert run.wait() == [2]
+    assert "could not be written" in run.text() and "free some space" in run.text()
+    assert {path.name for path in folder.glob("checkpoint-*")} == before
+
+    Run(*flags(corpus, folder)).finish()
+    assert log(folder) == log(uninterrupted)
+    assert result(folder) == result(uninterrupted)
+
+
+def claim(folder, *more):
+    recipe, overrides = parse(["--train_file", "demo", "--output_dir", str(folder), "--max_steps", "9", *more])
+    return run_translation.claim_output_dir(recipe, overrides)
+
+
+def test_a_changed_recipe_is_refused_by_the_flag_that_changed(tmp_path):
+    folder = tmp_path / "out"
+    assert claim(folder, "--dropout", "0.3") == "new"
+    assert claim(folder, "--dropout", "0.3", "--logging_steps", "7") == "begun"
+    with pytest.raises(InputError, match="--dropout 0.3, not 0.1"):
+        claim(folder, "--dropout", "0.1")
+    with pytest.raises(InputError, match="--dropout 0.3, not None"):
+        claim(folder)
+    with pytest.raises(InputError, match="--seed 42, not 43"):
+        claim(folder, "--dropout", "0.3", "--seed", "43")
+    with pytest.raises(InputError, match="--d_model None, not 64"):
+        claim(folder, "--dropout", "0.3", "--d_model", "64")
+
+
+def test_a_longer_run_goes_on_where_the_finished_one_ended(tmp_path):
+    folder = tmp_path / "out"
+    claim(folder)
+    (folder / "all_results.json").write_text("{}")
+    assert claim(folder) == "finished"
+    assert claim(folder, "--max_steps", "10") == "begun"
+    assert claim(folder, "--max_steps", "10") == "begun"
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(InputError, match="holds something else"):
+        claim(tmp_path)
+
+
+def test_dropout_flags_reach_a_new_and_a_loaded_model(tmp_path):
+    rates = {"dropout": 0.3, "attention_dropout": 0.2, "activation_dropout": 0.1, "label_smoothing": 0.05}
+    chosen = [text for name, value in rates.items() for text in (f"--{name}", str(value))]
+    recipe, overrides = parse([*TINY, "--output_dir", str(tmp_path), *chosen])
+    model = run_translation.build_model(recipe, overrides, range(300))
+    assert {name: getattr(model.config, name) for name in rates} == rates
+    assert asdict(recipe)["preset"] == "tiny"
