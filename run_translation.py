@@ -12,7 +12,6 @@ The same command goes on after an interruption. python run_translation.py --help
 import json
 import sys
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 
 import datasets
@@ -96,6 +95,8 @@ def claim_output_dir(recipe, overrides):
     if not recipe.do_train:
         folder.mkdir(parents=True, exist_ok=True)
         return "begun"
+    if not (recipe.source_lang and recipe.target_lang):
+        raise InputError("--source_lang and --target_lang are missing: name the languages, such as en and de")
     file, now = folder / "recipe.json", {**asdict(recipe), "model": overrides}
     if not file.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -129,13 +130,14 @@ def report_finished(recipe, accelerator):
 
 def build_tokenizer(recipe, train):
     """The one that is named, that of the model, that of the begun run, or a new one from the training text."""
-    begun = Path(recipe.output_dir) / "tokenizer.json"
-    name = recipe.tokenizer_name or recipe.model_name_or_path or (recipe.output_dir if begun.exists() else None)
+    # Both files, as a run may have been killed between the two.
+    begun = all((Path(recipe.output_dir) / file).exists() for file in ("tokenizer.json", "tokenizer_config.json"))
+    name = recipe.tokenizer_name or recipe.model_name_or_path or (recipe.output_dir if begun else None)
     if name is not None:
         return tokenization.load(name)
     if train is None:
         raise InputError("there is no model to score: name one with --model_name_or_path, or add --do_train")
-    lines = chain.from_iterable((pair["source"], pair["target"]) for pair in train)
+    lines = ((pair["source"], pair["target"]) for pair in train)
     tokenizer = tokenization.train(lines, recipe.vocab_size, lowercase=recipe.lowercase)
     with sharing.written_aside(recipe.output_dir) as aside:
         tokenization.save(tokenizer, aside)

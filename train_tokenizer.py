@@ -5,7 +5,8 @@
     python train_tokenizer.py --train_file data/train --source_lang en --target_lang de --output_dir tokenizer
     python train_tokenizer.py --dataset_name you/corpus --source_lang en --target_lang sw --output_dir tokenizer
 
-The text is streamed; memory grows with the number of distinct words only, about 0.3 GB for a million of them.
+The text is streamed; memory grows with the number of distinct words only, about 1 GB for a million of them
+(--max_train_samples bounds it).
 Afterwards: AutoTokenizer.from_pretrained("tokenizer"), or run_translation.py --tokenizer_name tokenizer.
 """
 

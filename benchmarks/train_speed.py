@@ -5,7 +5,7 @@
 
 Updates of 4,096 target tokens with label smoothing; tokens are those that are learnt, padding is not counted. All
 systems run in turn, the same updates in every round, and the best round of each counts. JoeyNMT needs an environment
-of its own, whose Python `--joey` names: `pip install joeynmt "protobuf<3.21"`.
+of its own, whose Python `--joey` names: `pip install joeynmt "protobuf<3.21" importlib_metadata`.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from transformers import (
     DataCollatorForSeq2Seq,
     MarianConfig,
     MarianMTModel,
+    PrinterCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     TrainerCallback,
@@ -242,6 +243,7 @@ class Trainer:
             processing_class=self.tokenizer,
             callbacks=[clock],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         # The first step pays for the start and is left out.
         return sum(trainer.counts[1:]) / (clock.ends[-1] - clock.ends[0])

@@ -105,7 +105,6 @@ def convert(source: str | Path, target: str | Path, back: bool = False) -> None:
                 shutil.copyfile(source / name, aside / name)
         if not back:
             new.config.tokenizer_class = "MarianTokenizer"  # which older folders leave to the model's type
-            new.config.auto_map = dict(sharing.CLASSES)
         new.save_pretrained(aside)
 
 

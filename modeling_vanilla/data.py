@@ -73,7 +73,8 @@ def clean(splits, recipe):
         splits.train, deduplicate=recipe.deduplicate, max_length_ratio=recipe.max_length_ratio
     )
     if splits.validation is None:
-        splits.train, splits.validation = hold_out(splits.train)
+        splits.train, held = hold_out(splits.train)
+        splits.validation = held and head(held, recipe.max_eval_samples)
     for held_out in filter(None, (splits.validation, splits.test)):
         if "target" not in held_out.column_names:
             continue

@@ -14,11 +14,13 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, repeat
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass
@@ -94,89 +96,53 @@ class SearchOptions:
         return (n if self.length_normalization == "huggingface" else (5 + n) / 6) ** self.length_penalty
 
 
+# -- Matrix products ---------------------------------------------------------------------------------------------------
+
+
+def product(x, weight, bias=None):
+    """x W^T + b in float32 on a CPU by oneDNN, which uses AVX-512 on every vendor's; PyTorch's default, MKL, on Intel's only.
+
+    It pays from about a millisecond's work on; below, entering and leaving oneDNN's layout costs more.
+    """
+    rows = x.numel() // x.shape[-1]
+    if x.device.type != "cpu" or x.dtype != torch.float32 or rows * weight.numel() < 2**22 or not ONEDNN:
+        return F.linear(x, weight, bias)
+    return F.linear(x.to_mkldnn(), weight, bias).to_dense()
+
+
+ONEDNN = torch.backends.mkldnn.is_available()
+
+
+class FastProducts(TorchFunctionMode):
+    """Within this context every F.linear is a `product`."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return (product if function is F.linear else function)(*args, **(kwargs or {}))
+
+
+def projection(*linears):
+    """One function for several projections of the same input: (..., D) -> (..., sum of their widths).
+
+    Where a weight does not say all (adapter, quantisation, hook), the modules themselves are called.
+    """
+    if not all(type(m) is nn.Linear and "forward" not in vars(m) and not m._forward_hooks for m in linears):
+        return lambda x: torch.cat([m(x) for m in linears], dim=-1)
+    if len(linears) == 1:
+        return partial(product, weight=linears[0].weight, bias=linears[0].bias)
+    return partial(
+        product, weight=torch.cat([m.weight for m in linears]), bias=torch.cat([m.bias for m in linears])
+    )
+
+
 # -- The decoder, one token a step -------------------------------------------------------------------------------------
 
 
-def plain(linear):
-    """Whether the weights say all: no adapter, no quantisation, no hook."""
-    return type(linear) is nn.Linear and "forward" not in vars(linear) and not linear._forward_hooks
-
-
-def fuse(*linears):
-    """One product for several projections of the same input, if they are plain; (..., D) -> (..., D * len(linears))."""
-    if not all(plain(linear) for linear in linears):
-        return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)
-    weight = torch.cat([linear.weight for linear in linears])
-    bias = torch.cat([linear.bias for linear in linears])
-    return lambda x: F.linear(x, weight, bias)
-
-
-class IncrementalLayer:
-    """A decoder layer with the keys and values of its sentences, those of the target in slots that never move."""
-
-    def __init__(self, layer, memory, memory_mask):
-        self.layer, self.memory_mask = layer, memory_mask
-        attn = layer.self_attn
-        self.heads = attn.heads
-        self.qkv = fuse(attn.q_proj, attn.k_proj, attn.v_proj)
-        self.memory_k, self.memory_v = layer.encoder_attn.keys_values(memory)  # (R, h, S, d)
-        self.k = self.v = self.memory_k[:, :, :0]  # (R, h, slots, d)
-
-    def __call__(self, x, ancestry):
-        """x (R, K, D), ancestry (R, 1, K, slots) -> (R, K, D)."""
-        layer, self.ancestry = self.layer, ancestry
-        x = layer.residual(x, layer.self_attn_layer_norm, self.self_attention)
-        x = layer.residual(x, layer.encoder_attn_layer_norm, self.cross_attention)
-        return layer.residual(x, layer.final_layer_norm, self.feed_forward)
-
-    def self_attention(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (R, h, K, d) each
-        self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
-        y = F.scaled_dot_product_attention(q, self.k, self.v, self.ancestry)
-        return self.layer.self_attn.out_proj(y.transpose(1, 2).flatten(2))
-
-    def cross_attention(self, x):
-        attn = self.layer.encoder_attn
-        y = F.scaled_dot_product_attention(attn.split(attn.q_proj(x)), self.memory_k, self.memory_v, self.memory_mask)
-        return attn.out_proj(y.transpose(1, 2).flatten(2))
-
-    def feed_forward(self, x):
-        return self.layer.fc2(self.layer.activation(self.layer.fc1(x)))
-
-    def keep(self, rows):
-        self.k, self.v, self.memory_k, self.memory_v = (
-            x[rows] for x in (self.k, self.v, self.memory_k, self.memory_v)
-        )
-        self.memory_mask = None if self.memory_mask is None else self.memory_mask[rows]
-
-
-class IncrementalDecoder:
-    """The decoder over the open sentences of a batch; memory (R, S, D), attention_mask (R, S) or None."""
-
-    def __init__(self, decoder, memory, attention_mask, longest):
-        mask = None if attention_mask is None else additive(attention_mask.bool(), memory)[:, None, None]
-        self.decoder = decoder
-        self.layers = [IncrementalLayer(layer, memory, mask) for layer in decoder.layers]
-        self.positions = decoder.embed_positions(torch.arange(longest, device=memory.device), longest).to(memory.dtype)
-        self.ancestry = memory.new_zeros(len(memory), 1, 0)
-
-    def step(self, tokens, parents):
-        """Hidden states (R, K, D) after the newest tokens (R, K), whose predecessors are `parents` (R, K) of the last step."""
-        decoder, (R, K) = self.decoder, tokens.shape
-        x = decoder.embed_tokens(tokens) * math.sqrt(decoder.config.d_model) + self.positions[self.steps]
-        own_slot = additive(torch.eye(K, dtype=torch.bool, device=x.device), x).expand(R, K, K)
-        self.ancestry = torch.cat([take(self.ancestry, parents), own_slot], dim=2)
-        for layer in self.layers:
-            x = layer(x, self.ancestry[:, None])
-        self.steps += 1
-        return decoder.layer_norm(x)
-
-    steps = 0
-
-    def keep(self, rows):
-        self.ancestry = self.ancestry[rows]
-        for layer in self.layers:
-            layer.keep(rows)
+def attend(q, k, v, mask):
+    """softmax(q k^T / sqrt(d) + mask) v; q (R, h, K, d), k and v (R, h, S, d), mask (R h or 1, K or 1, S) -> (R, K, D)."""
+    R, _, K, d = q.shape
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5).softmax(-1)
+    return (weights @ v).view(R, -1, K, d).transpose(1, 2).flatten(2)
 
 
 def additive(may_look, x):
@@ -189,108 +155,228 @@ def take(x, index):
     return x.gather(1, index if x.dim() == 2 else index[..., None].expand(-1, -1, x.shape[2]))
 
 
+def leave(x, rows, stay):
+    """Drop sentences from x (R, ...): the last ones move into the places `rows` of those that left, `stay` remain."""
+    x[rows[0]] = x[rows[1]]
+    return x[:stay]
+
+
+class IncrementalLayer:
+    """A decoder layer with its keys and values: those of the encoder's output, and the slots of the target."""
+
+    def __init__(self, layer, memory, slots):
+        self.layer, attn, memory_attn = layer, layer.self_attn, layer.encoder_attn
+        self.heads = attn.heads
+        self.qkv = projection(attn.q_proj, attn.k_proj, attn.v_proj)
+        self.out, self.memory_out = projection(attn.out_proj), projection(memory_attn.out_proj)
+        self.memory_q = projection(memory_attn.q_proj)
+        self.fc1, self.fc2 = projection(layer.fc1), projection(layer.fc2)
+        memory_kv = projection(memory_attn.k_proj, memory_attn.v_proj)(memory)
+        self.memory_k, self.memory_v = (x.contiguous() for x in self.split(memory_kv, 2))  # (R, h, S, d)
+        self.k = self.v = self.memory_k[:, :, :0]  # (R, h, slots, d)
+        self.resize(torch.empty(len(memory), 0, dtype=torch.long, device=memory.device), slots)
+
+    def split(self, x, parts):
+        return x.unflatten(-1, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (R, K, parts D) -> parts x (R, h, K, d)
+
+    def __call__(self, x, ancestry, padding):
+        """x (R, K, D) -> (R, K, D); the masks as in `attend`."""
+        layer, self.ancestry, self.padding = self.layer, ancestry, padding
+        x = layer.residual(x, layer.self_attn_layer_norm, self.self_attention)
+        x = layer.residual(x, layer.encoder_attn_layer_norm, self.cross_attention)
+        return layer.residual(x, layer.final_layer_norm, self.feed_forward)
+
+    def self_attention(self, x):
+        q, k, v = self.split(self.qkv(x), 3)
+        used = self.ancestry.shape[-1]
+        new = slice(used - x.shape[1], used)
+        self.k[:, :, new], self.v[:, :, new] = k, v
+        return self.out(attend(q, self.k[:, :, :used], self.v[:, :, :used], self.ancestry))
+
+    def cross_attention(self, x):
+        (q,) = self.split(self.memory_q(x), 1)
+        return self.memory_out(attend(q, self.memory_k, self.memory_v, self.padding))
+
+    def feed_forward(self, x):
+        return self.fc2(self.layer.activation(self.fc1(x)))
+
+    def resize(self, kept, slots):
+        """Make room for so many slots, keeping those numbered `kept` (R, n)."""
+        for name in ("k", "v"):
+            old = getattr(self, name)
+            new = old.new_empty(*old.shape[:2], slots, old.shape[3])
+            new[:, :, : kept.shape[1]] = old.gather(2, kept[:, None, :, None].expand(-1, old.shape[1], -1, old.shape[3]))
+            setattr(self, name, new)
+
+    def leave(self, rows, stay):
+        for name in ("k", "v", "memory_k", "memory_v"):
+            setattr(self, name, leave(getattr(self, name), rows, stay))
+
+
+class IncrementalDecoder:
+    """The decoder over the open sentences of a batch; memory (R, S, D), attention_mask (R, S) or None."""
+
+    SLOTS = 64
+
+    def __init__(self, decoder, memory, attention_mask, longest):
+        self.decoder, self.n = decoder, 0
+        self.layers = [IncrementalLayer(layer, memory, self.SLOTS) for layer in decoder.layers]
+        self.slots = self.SLOTS
+        self.heads = decoder.config.decoder_attention_heads
+        self.positions = decoder.embed_positions(torch.arange(longest, device=memory.device), longest).to(memory.dtype)
+        self.ancestry = memory.new_zeros(len(memory), 1, 0)  # (R, K, slots), 0 at the slots that a beam descends from
+        self.padding = memory.new_zeros(len(memory), 1, 1)
+        if attention_mask is not None:
+            self.padding = additive(attention_mask.bool(), memory)[:, None]
+
+    def step(self, tokens, parents):
+        """States (R, K, D) that predict what follows the newest tokens (R, K), which follow the last step's `parents`."""
+        decoder, (R, K) = self.decoder, tokens.shape
+        x = decoder.embed_tokens(tokens) * math.sqrt(decoder.config.d_model) + self.positions[self.n]
+        self.ancestry = take(self.ancestry, parents)
+        self.make_room(K)
+        own_slot = additive(torch.eye(K, dtype=torch.bool, device=x.device), x)
+        self.ancestry = torch.cat([self.ancestry, own_slot.expand(R, K, K)], dim=2)
+        ancestry, padding = (mask.repeat_interleave(self.heads, dim=0) for mask in (self.ancestry, self.padding))
+        for layer in self.layers:
+            x = layer(x, ancestry, padding)
+        self.n += 1
+        return decoder.layer_norm(x)
+
+    def make_room(self, K):
+        """When the slots run out, forget those that no open beam descends from, and double what is left."""
+        if self.ancestry.shape[2] + K <= self.slots:
+            return
+        live = (self.ancestry == 0).any(1)
+        kept = live.long().argsort(dim=1, descending=True, stable=True)[:, : int(live.sum(1).max())]
+        self.ancestry = self.ancestry.gather(2, kept[:, None].expand(-1, self.ancestry.shape[1], -1))
+        self.slots = max(self.slots, 2 * (kept.shape[1] + K))
+        for layer in self.layers:
+            layer.resize(kept, self.slots)
+
+    def leave(self, rows, stay):
+        self.ancestry, self.padding = leave(self.ancestry, rows, stay), leave(self.padding, rows, stay)
+        for layer in self.layers:
+            layer.leave(rows, stay)
+
+
 # -- The search --------------------------------------------------------------------------------------------------------
+
+
+def top(x, k):
+    """The k largest of x (..., V) and their indices.
+
+    They are among the k columns with the largest maxima when V is laid out in rows, and maxima of columns are cheap.
+    """
+    V = x.shape[-1]
+    rows = max(n for n in range(1, 33) if V % n == 0)
+    x = x.unflatten(-1, (rows, V // rows))
+    columns = x.amax(-2).topk(min(k, V // rows)).indices
+    value, index = x.gather(-1, columns[..., None, :].expand(*x.shape[:-1], -1)).flatten(-2).topk(min(k, V))
+    n = columns.shape[-1]
+    return value, index // n * (V // rows) + columns.gather(-1, index % n)
 
 
 class Beams:
     """Open and ended hypotheses of R sentences.
 
-    Open: tokens (R, K, 1 + n) after <s>, log_prob (R, K) best first, parents (R, K).
-    Ended: rank (R, P) best first, -inf where there is none; log_prob, length, finished (R, P), tokens (R, P, 1 + n).
+    Open: tokens (R, K, 1 + n) after <s>, log_prob (R, K), parents (R, K).
+    Ended, best first: rank (R, P), -inf where there is none; log_prob, length, finished (R, P), tokens (R, P, 1 + n).
     """
+
+    LOGITS = 2**20  # computed at a time, so that they are still in the CPU's cache when they are sorted
 
     def __init__(self, config, options, limit, prefix, uniform):
         """Token limit (R,), forced tokens (R, at most limit) with -1 where the choice is free, draws (R, K, limit)."""
-        R = len(limit)
         self.options, self.eos, self.start = options, config.eos_token_id, config.decoder_start_token_id
+        self.vocab_size = config.vocab_size
         specials = {config.pad_token_id, config.bos_token_id, self.start, *options.suppress_tokens} - {self.eos, None}
         self.suppressed = torch.tensor(sorted(specials), device=limit.device)
+        R, P = len(limit), options.beams
         self.limit, self.prefix, self.uniform = limit, prefix, uniform
-        self.tokens = torch.full((R, 1, 1), self.start, device=limit.device)
-        self.parents = torch.zeros(R, 1, dtype=torch.long, device=limit.device)
-        self.log_prob = torch.zeros(R, 1, device=limit.device)
-        none = self.parents.expand(R, options.beams)
-        self.ended = {
-            "rank": torch.full((R, options.beams), -math.inf, device=limit.device),
-            "log_prob": self.log_prob.expand(R, options.beams),
-            "length": none,
-            "finished": none.bool(),
-            "tokens": self.tokens.expand(R, options.beams, 1),
-        }
         self.sentence = torch.arange(R, device=limit.device)
+        self.tokens = limit.new_full((R, 1, 1), self.start)
+        self.parents = limit.new_zeros(R, 1)
+        self.log_prob = torch.zeros(R, 1, device=limit.device)
+        self.ended = {
+            "rank": self.log_prob.new_full((R, P), -math.inf),
+            "log_prob": self.log_prob.new_zeros(R, P),
+            "length": limit.new_zeros(R, P),
+            "finished": torch.zeros(R, P, dtype=torch.bool, device=limit.device),
+            "tokens": limit.new_zeros(R, P, 1),
+        }
 
-    def advance(self, logits):
-        """Extend every beam by one token, from logits (R, K, V), which are overwritten."""
-        log_norm = logits.logsumexp(-1)
-        self.constrain(logits)
+    def advance(self, states, head):
+        """Extend every beam by one token, from its state (R, K, D) and the output projection."""
+        R, K, _ = states.shape
+        size = max(1, self.LOGITS // (K * self.vocab_size))
+        blocks = [slice(i, i + size) for i in range(0, R, size)]
         choose = self.continue_each if self.options.independent else self.best_continuations
-        log_prob, parents, tokens = choose(logits, log_norm)
+        found = [choose(self.log_probabilities(head(states[rows]), rows), rows) for rows in blocks]
+        log_prob, parents, tokens = map(torch.cat, zip(*found, strict=True))
         is_eos = tokens == self.eos
         tokens = torch.cat([take(self.tokens, parents), tokens[..., None]], 2)
         self.end(log_prob, tokens, is_eos)
-        K = min(self.options.beams, log_prob.shape[1])
-        self.log_prob, best = log_prob.masked_fill(is_eos, -math.inf).topk(K)
+        self.log_prob, best = log_prob.masked_fill(is_eos, -math.inf).topk(min(self.options.beams, log_prob.shape[1]))
         self.parents, self.tokens = take(parents, best), take(tokens, best)
 
-    def constrain(self, logits):
-        """Put -inf where a token must not be chosen."""
+    def log_probabilities(self, logits, rows):
+        """log P (r, K, V) of the next tokens of some sentences, -inf where a token must not be chosen."""
+        log_p = logits.float().log_softmax(-1)
         n, minus_inf = self.tokens.shape[2] - 1, -math.inf
-        forced = self.prefix[:, n, None, None] if n < self.prefix.shape[1] else None
+        forced = self.prefix[rows, n, None, None] if n < self.prefix.shape[1] else None
         if forced is not None:
-            kept = logits.gather(2, forced.clamp_min(0).expand(-1, logits.shape[1], 1))
-        logits[..., self.suppressed] = minus_inf
+            index = forced.clamp_min(0).expand(-1, log_p.shape[1], 1)
+            kept = log_p.gather(2, index)
+        log_p[..., self.suppressed] = minus_inf
         if n < self.options.min_new_tokens:
-            logits[..., self.eos] = minus_inf
+            log_p[..., self.eos] = minus_inf
         if 0 < self.options.no_repeat_ngram_size <= n:
-            logits.scatter_(2, self.repeats(self.options.no_repeat_ngram_size), minus_inf)
+            log_p.scatter_(2, self.repeats(self.options.no_repeat_ngram_size, rows), minus_inf)
         if forced is not None:
-            logits.masked_fill_(forced >= 0, minus_inf)
-            logits.scatter_(2, forced.clamp_min(0).expand_as(kept), torch.where(forced >= 0, kept, minus_inf))
+            log_p.masked_fill_(forced >= 0, minus_inf)
+            log_p.scatter_(2, index, torch.where(forced >= 0, kept, log_p.gather(2, index)))
+        return log_p
 
-    def repeats(self, size):
-        """Tokens (R, K, ...) that would complete an n-gram a second time; the start token stands for "none"."""
-        grams = self.tokens[..., 1:].unfold(2, size, 1)
-        last = self.tokens[..., None, self.tokens.shape[2] - size + 1 :]
+    def repeats(self, size, rows):
+        """Tokens (r, K, ...) that would complete an n-gram a second time; the start token stands for "none"."""
+        tokens = self.tokens[rows, :, 1:]
+        grams, last = tokens.unfold(2, size, 1), tokens[..., None, tokens.shape[2] - size + 1 :]
         return torch.where((grams[..., :-1] == last).all(-1), grams[..., -1], self.start)
 
-    def best_continuations(self, logits, log_norm):
-        """The best 2 K continuations of a sentence, of which K can go on after every </s> is taken out.
+    def best_continuations(self, log_p, rows):
+        """The best 2 K continuations of a sentence: K can go on after every </s> is taken out.
 
-        The K + 1 best of each beam hold them all, since a beam ends in only one way; so no log-probability is needed of
-        any other token.
+        The K + 1 best of each beam hold them all, since a beam ends in only one way.
         """
-        R, B, V = logits.shape
         K = self.options.num_beams
-        value, token = logits.topk(min(K + 1, V))
-        log_prob = (value + (self.log_prob - log_norm)[..., None]).flatten(1)
+        value, token = top(log_p, K + 1)
+        log_prob = (value + self.log_prob[rows, :, None]).flatten(1)
         log_prob, best = log_prob.topk(min(2 * K, log_prob.shape[1]))
         return log_prob, best // token.shape[2], take(token.flatten(1), best)
 
-    def continue_each(self, logits, log_norm):
+    def continue_each(self, log_p, rows):
         """One continuation of each beam: the most probable token, or one that is drawn."""
-        R, K = len(logits), self.options.beams
-        parents = torch.arange(K, device=logits.device).clamp_max_(logits.shape[1] - 1).expand(R, K)
-        if self.options.do_sample:
-            token = self.draw(logits).expand(R, K)
-        else:
-            token = logits.argmax(-1)
-        value = take(logits, parents).gather(2, token[..., None])[..., 0]
-        return take(self.log_prob - log_norm, parents) + value, parents, token
+        parents = torch.arange(self.options.beams, device=log_p.device).clamp_max_(log_p.shape[1] - 1)
+        parents = parents.expand(len(log_p), -1)
+        token = self.draw(log_p, rows) if self.options.do_sample else top(log_p, 1)[1][..., 0]
+        log_prob = log_p[torch.arange(len(log_p), device=log_p.device)[:, None], parents, token]
+        return log_prob + take(self.log_prob[rows], parents), parents, token
 
-    def draw(self, logits):
-        """Invert the distribution function at the numbers in (0, 1) that belong to the sentence: (R, K)."""
-        options, V = self.options, logits.shape[2]
+    def draw(self, log_p, rows):
+        """Invert the distribution function at the numbers in (0, 1) that belong to the sentence: (r, K)."""
+        options, K, V = self.options, self.options.beams, log_p.shape[2]
         order = None
         if options.top_k or options.top_p < 1:
-            logits, order = logits.topk(min(options.top_k or V, V))
-        total = (logits / options.temperature).softmax(-1).cumsum(-1)
+            log_p, order = log_p.topk(min(options.top_k or V, V))
+        total = (log_p / options.temperature).softmax(-1).cumsum(-1)
         if options.top_p < 1:  # keep tokens until their sum reaches top_p
-            kept = (total < options.top_p).sum(-1, keepdim=True).clamp_max(total.shape[2] - 1)
+            kept = (total < options.top_p).sum(-1, keepdim=True).clamp_max_(total.shape[2] - 1)
             total = total.clamp_max(total.gather(2, kept))
-        u = self.uniform[:, :, self.tokens.shape[2] - 1, None]
-        choice = torch.searchsorted(total.expand(-1, u.shape[1], -1).contiguous(), u * total[..., -1:], right=True)
-        choice = choice.clamp_max_(total.shape[2] - 1)
-        return choice[..., 0] if order is None else order.expand(-1, u.shape[1], -1).gather(2, choice)[..., 0]
+        u = self.uniform[rows, :, self.tokens.shape[2] - 1, None]
+        total = total.expand(-1, K, -1).contiguous()
+        choice = torch.searchsorted(total, u * total[..., -1:], right=True).clamp_max_(total.shape[2] - 1)
+        return (choice if order is None else order.expand(-1, K, -1).gather(2, choice))[..., 0]
 
     def end(self, log_prob, tokens, is_eos):
         """Put those of the candidates, best first, that end here among the ended ones.
@@ -300,11 +386,11 @@ class Beams:
         K, length = self.options.beams, tokens.shape[2] - 1
         place = torch.arange(log_prob.shape[1], device=log_prob.device)
         ends = (is_eos | (length >= self.limit)[:, None]) & (place < K) & (log_prob > -math.inf)
-        score = log_prob / self.options.penalty(length)
-        if self.options.length_normalization == "paper" and not self.options.independent:
-            score = torch.where(is_eos, score, -1e6 - place)
+        rank = log_prob / self.options.penalty(length)
+        if self.options.length_normalization == "paper":
+            rank = torch.where(is_eos, rank, -1e6 - place)
         new = {
-            "rank": torch.where(ends, score, -math.inf),
+            "rank": rank.masked_fill(~ends, -math.inf),
             "log_prob": log_prob,
             "length": torch.full_like(tokens[..., 0], length),
             "finished": is_eos,
@@ -320,7 +406,7 @@ class Beams:
 
         Log P of an open hypothesis can only fall, and the penalty that it is divided by is largest at the length limit;
         so log P / penalty(limit) bounds the score of all that may become of it. When no open hypothesis has a bound
-        above the `n_best`-th score reached, no longer search could change the result. Stock generate() guesses instead
+        above the `n_best`-th score reached, no longer search could change the result. Stock generate() assumes instead
         that nothing gains by growing, but waits for `num_beams` hypotheses.
         """
         options, n = self.options, self.tokens.shape[2] - 1
@@ -344,11 +430,11 @@ class Beams:
     def hypothesis(self, rank, log_prob, length, finished, tokens):
         return Hypothesis(tokens[1 : 1 + length], log_prob / self.options.penalty(length), log_prob, finished)
 
-    def keep(self, rows):
-        for name in ("tokens", "parents", "log_prob", "limit", "prefix", "sentence"):
-            setattr(self, name, getattr(self, name)[rows])
-        self.uniform = None if self.uniform is None else self.uniform[rows]
-        self.ended = {name: x[rows] for name, x in self.ended.items()}
+    def leave(self, rows, stay):
+        for name in ("sentence", "tokens", "parents", "log_prob", "limit", "prefix", "uniform"):
+            if getattr(self, name) is not None:
+                setattr(self, name, leave(getattr(self, name), rows, stay))
+        self.ended = {name: leave(x, rows, stay) for name, x in self.ended.items()}
 
 
 def uniform_draws(sources, K, length, seed):
@@ -464,19 +550,22 @@ class TranslationMixin:
         uniform = uniform_draws(sources, options.beams, longest, options.seed).to(limit.device) if options.do_sample else None
         attention_mask = None if attention_mask.all() else attention_mask
 
-        memory = self.model.encoder(input_ids, attention_mask).last_hidden_state
+        with FastProducts():
+            memory = self.model.encoder(input_ids, attention_mask).last_hidden_state
         decoder = IncrementalDecoder(self.model.decoder, memory, attention_mask, longest)
         beams = Beams(self.config, options, limit, self._forced(prefix, len(limit), limit), uniform)
+        head = projection(self.lm_head)
         found = [None] * len(limit)
         while len(beams.limit):
-            states = decoder.step(beams.tokens[..., -1], beams.parents)
-            beams.advance(self.lm_head(states).float())
+            beams.advance(decoder.step(beams.tokens[..., -1], beams.parents), head)
             done = beams.done()
             if done.any():
                 for i, hypotheses in zip(beams.sentence[done].tolist(), beams.hypotheses(done), strict=True):
                     found[i] = hypotheses
-                beams.keep(~done)
-                decoder.keep(~done)
+                stay = int((~done).sum())
+                rows = done[:stay].nonzero()[:, 0], (~done[stay:]).nonzero()[:, 0] + stay
+                beams.leave(rows, stay)
+                decoder.leave(rows, stay)
         return found
 
     def _forced(self, prefix, R, limit):

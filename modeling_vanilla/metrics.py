@@ -60,10 +60,17 @@ class BLEU(_SacreBLEU):
     sacrebleu_class = sacrebleu.BLEU
 
 
+class _CHRF(sacrebleu.CHRF):
+    """Its bootstrap fails where some resamples score 0.0 and the others a NumPy float32."""
+
+    def _compute_f_score(self, statistics):
+        return float(super()._compute_f_score(statistics))
+
+
 class ChrF(_SacreBLEU):
     """chrF (Popović, 2015), and chrF++ with word_order=2."""
 
-    sacrebleu_class = sacrebleu.CHRF
+    sacrebleu_class = _CHRF
 
 
 class TER(_SacreBLEU):

@@ -188,7 +188,7 @@ class IntegerDropout(torch.autograd.Function):
     def forward(ctx, x, p):
         n = x.numel()
         bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-        keep = (bits[:n].view(x.shape) >= round(p * 2**16) - 2**15).to(x.dtype).mul_(1 / (1 - p))
+        keep = torch.ge(bits[:n].view(x.shape), round(p * 2**16) - 2**15, out=torch.empty_like(x)).mul_(1 / (1 - p))
         ctx.save_for_backward(keep)
         return x * keep
 
@@ -458,10 +458,10 @@ class VanillaDecoder(VanillaStack):
         return output if want_dict else output.to_tuple()
 
     def open_cache(self, cache, use_cache):
-        """The cache to read and extend; None while layers are recomputed in the backward pass, which would extend it twice."""
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            return None
-        if cache is None and (self.config.use_cache if use_cache is None else use_cache) and not self.training:
+        """The cache to read and extend, or None: in training nothing reads one, and recomputed layers would extend it twice."""
+        if self.training and torch.is_grad_enabled():
+            return None if self.gradient_checkpointing else cache
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache):
             return EncoderDecoderCache(DynamicCache(), DynamicCache())
         return cache
 
@@ -599,47 +599,55 @@ def refuse_unknown(kwargs):
 
 
 class SmoothedCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of (1 - eps) * -log p(y) + eps / V * sum_v -log p(v), with the logits in chunks.
+    """Sum over tokens of (1 - eps) * -log p(y) + eps / V * sum_v -log p(v), with the logits of a few rows at a time.
 
-    The gradient is taken while a chunk of logits is at hand, so neither logits nor probabilities of all tokens (N x V)
-    ever exist, and no product is computed twice.
+    The gradient is taken while these are at hand, so neither logits nor probabilities of all tokens (N x V) ever exist
+    and no product is computed twice. All steps overwrite one piece of memory: fresh pages cost as much as their use.
     """
 
-    CHUNK = 2**22  # logits held at a time: 16 MB of float32
+    ROWS = 512  # enough that adding up (V, D) gradients costs little beside the products
 
     @staticmethod
     def forward(ctx, x, weight, labels, eps):
         """x (N, D), weight (V, D), labels (N,) -> scalar float32."""
-        V = len(weight)
-        rows = max(1, SmoothedCrossEntropy.CHUNK // V)
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        V, rows = len(weight), SmoothedCrossEntropy.ROWS
         wanted = ctx.needs_input_grad[:2]
         dx = torch.empty_like(x) if wanted[0] else None
         dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        for x_i, y_i, dx_i in zip(x.split(rows), labels[:, None].split(rows), (x if dx is None else dx).split(rows)):
-            log_p = F.linear(x_i, weight).float().log_softmax(-1)
-            loss -= (1 - eps) * log_p.gather(1, y_i).sum() + eps / V * log_p.sum()
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        x, weight = as_autocast(x), as_autocast(weight)
+        memory = torch.empty(min(rows, len(x)), V, dtype=x.dtype, device=x.device)
+        for i in range(0, len(x), rows):
+            x_i, y_i = x[i : i + rows], labels[i : i + rows, None]
+            logits = torch.mm(x_i, weight.t(), out=memory[: len(x_i)]).float()
+            loss -= (1 - eps) * logits.gather(1, y_i).sum() + eps / V * logits.sum()
+            top = logits.amax(-1, keepdim=True)
+            p = logits.sub_(top).exp_()
+            total = p.sum(-1, keepdim=True)
+            loss += (top + total.log()).sum()
             if not any(wanted):
                 continue
-            dlogits = log_p.exp_().sub_(eps / V)
-            dlogits.scatter_add_(1, y_i, dlogits.new_full((len(y_i), 1), eps - 1))
+            dlogits = p.div_(total).sub_(eps / V)
+            dlogits.scatter_add_(1, y_i, dlogits.new_full(y_i.shape, eps - 1))
             dlogits = dlogits.to(x.dtype)
             if wanted[0]:
-                torch.mm(dlogits, weight.to(x.dtype), out=dx_i)
-            if wanted[1]:
+                dx[i : i + rows] = dlogits @ weight
+            if wanted[1] and x.dtype == torch.float32:
+                dweight.addmm_(dlogits.t(), x_i)
+            elif wanted[1]:
                 dweight += dlogits.t() @ x_i
-        ctx.save_for_backward(dx, dweight if dweight is None else dweight.to(weight.dtype))
+        ctx.save_for_backward(dx, dweight)
         return loss
 
     @staticmethod
     def backward(ctx, gradient):
-        dx, dweight = ctx.saved_tensors
-        return (
-            dx if dx is None else dx * gradient.to(dx.dtype),
-            dweight if dweight is None else dweight * gradient.to(dweight.dtype),
-            None,
-            None,
-        )
+        return *(d if d is None else d * gradient for d in ctx.saved_tensors), None, None
+
+
+def as_autocast(x):
+    """x in the type in which autocast multiplies matrices, if that is on."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 # -- The translation model ---------------------------------------------------------------------------------------------

@@ -14,13 +14,6 @@ from . import tokenization
 from .errors import InputError
 
 
-CLASSES = {
-    "AutoConfig": "configuration_vanilla.VanillaConfig",
-    "AutoModel": "modeling_vanilla.VanillaModel",
-    "AutoModelForSeq2SeqLM": "modeling_vanilla.VanillaForConditionalGeneration",
-}
-
-
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
     """Write weights, settings, tokenizer and code to a folder that needs nothing but transformers."""
     with written_aside(folder) as aside:
@@ -103,4 +96,7 @@ def load_model(
             f"the tokenizer of {name} has {len(tokenizer)} pieces, its model only {model.config.vocab_size}; "
             "use the tokenizer that the model was trained with"
         )
-    return model.to(device).eval(), tokenizer
+    try:
+        return model.to(device).eval(), tokenizer
+    except (RuntimeError, AssertionError) as error:  # an unknown device, or one that this torch was built without
+        raise InputError(f"device {device} cannot be used: {str(error).splitlines()[0]}") from error

@@ -199,7 +199,7 @@ def audit(tokenizer: PreTrainedTokenizerFast, pairs: Iterable[tuple[str, str]]) 
 
     Tokens are counted per word, or per character for a side whose script puts no space between words.
     """
-    fragments = {id for token, id in tokenizer.get_vocab().items() if _is_fragment(token)}
+    fragments = {number for token, number in tokenizer.get_vocab().items() if _is_fragment(token)}
     report, pairs = Counter(), iter(pairs)
     while batch := list(islice(pairs, 1000)):
         for side, texts in zip(("source", "target"), zip(*batch, strict=True), strict=True):
@@ -249,7 +249,8 @@ class DropoutSegmenter:
     """BPE-dropout (Provilkov et al., 2020): segment at random, leaving out each merge with probability p at each step.
 
     For training only; the tokenizer is not touched. The dropout inside `tokenizers` cannot be seeded, so a resumed run
-    could not repeat it. Here the segmentation is a function of text and seed alone.
+    could not repeat it, and it tries a dropped merge again within a step. Here the segmentation is a function of text
+    and seed alone.
 
     Example: DropoutSegmenter(tokenizer, 0.1).encode("A dog.", seed=7) -> ids ending in </s>
     """

@@ -70,7 +70,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--model", required=True, help="a folder written by run_translation.py, or the name of one on the Hub")
     add("--input", type=Path, help="text to translate, one sentence a line; .gz is unpacked (default: standard input)")
     add("--output", type=Path, help="where to write; .gz is packed (default: standard output)")
-    add("--output_format", choices=["text", "jsonl"], default="text", help="jsonl: one object a line, with scores")
+    add(
+        "--output_format",
+        choices=["text", "jsonl"],
+        default="text",
+        help="jsonl: an object a line, with score and `finished`",
+    )
     add("--num_beams", type=positive, default=4, help="hypotheses kept at each step; 1 is greedy (default: 4)")
     add(
         "--length_penalty",
@@ -99,8 +104,9 @@ def positive(text: str) -> int:
 
 def translate_lines(arguments: argparse.Namespace) -> None:
     """Read, translate and write chunk after chunk; with several processes the first one reads and writes."""
-    # The other processes wait for as long as the input does.
-    state = PartialState(cpu=arguments.device == "cpu", timeout=timedelta(days=365))
+    # Accelerate sees the other processes on CPUs only when told that CPUs are meant.
+    cpu = arguments.device == "cpu" or (int(os.environ.get("WORLD_SIZE", 1)) > 1 and not torch.cuda.is_available())
+    state = PartialState(cpu=cpu, timeout=timedelta(days=365))  # the others wait for as long as the input does
     logging.disable_progress_bar()
     name = str(arguments.input or "standard input")
     with opened_input(arguments.input) as (source, total):
@@ -170,8 +176,8 @@ def decode(block: bytes, name: str, first: int) -> list[str]:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             remedy = "convert the text, for example with iconv -f ISO-8859-1 -t UTF-8"
-            message = f"{name}, line {number}: byte 0x{line[error.start]:02x} is not UTF-8; {remedy}"
-            raise InputError(message) from None
+            found = f"byte 0x{error.object[error.start]:02x} is not UTF-8"
+            raise InputError(f"{name}, line {number}: {found}; {remedy}") from None
         lines.append(text[:-2] if text.endswith("\r\n") else text.removesuffix("\n"))
     return lines
 
@@ -215,8 +221,8 @@ def translate_chunk(model, tokenizer, lines, arguments, state) -> list[list[Hypo
 def opened_output(path: Path | None, state: PartialState) -> Iterator[BinaryIO]:
     """Where to write: aside, and renamed at the end, unless it is a pipe or a device; nowhere in other processes."""
     if not state.is_main_process:
-        yield io.BytesIO()
-    elif path is None:
+        path = Path(os.devnull)
+    if path is None:
         yield sys.stdout.buffer
     elif path.exists() and not path.is_file():
         with path.open("wb") as stream:
@@ -236,7 +242,10 @@ def opened_output(path: Path | None, state: PartialState) -> Iterator[BinaryIO]:
 def written(best: list[Hypothesis], arguments: argparse.Namespace) -> str:
     """The translations of one line as one line; nothing for a blank one."""
     if arguments.output_format == "jsonl":
-        entries = [{"text": one_line(found.text), "score": round(found.score, 4)} for found in best]
+        entries = [
+            {"text": one_line(found.text), "score": round(found.score, 4), "finished": found.finished}
+            for found in best
+        ]
         more = {"n_best": entries} if arguments.n_best > 1 else {}
         return json.dumps(entries[0] | more, ensure_ascii=False)
     if not best[0].tokens:

@@ -1,7 +1,8 @@
-"""Pictures of attention weights.
+"""Pictures of attention weights and of a training run.
 
-attention = model.attention_map("It was too tired.", tokenizer=tokenizer)
-plot_attention(attention, "attention.png")
+Example:
+    >>> attention = model.attention_map("It was too tired.", tokenizer=tokenizer)
+    >>> plot_attention(attention, "attention.png")
 """
 
 import json

@@ -19,14 +19,14 @@ from modeling_vanilla import demo_corpus, errors
 
 TIMEOUT = 300  # seconds, on a busy machine
 SIZES = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --encoder_ffn_dim 32 --decoder_ffn_dim 32"
-TINY = f"--preset tiny {SIZES} --vocab_size 300 --warmup_steps 20 --lr_factor 0.2".split()
+TINY = f"--source_lang en --target_lang de --preset tiny {SIZES} --vocab_size 300 --warmup_steps 20 --lr_factor 0.2".split()
 
 
 def write_pairs(folder, count, name="pairs.tsv", first=0):
     """Made-up English and German sentences of many lengths."""
     pairs = demo_corpus.generate("test")[first : first + count]
     path = Path(folder) / name
-    path.write_text("source\ttarget\n" + "".join(f"{source}\t{target}\n" for source, target in pairs))
+    path.write_text("en\tde\n" + "".join(f"{source}\t{target}\n" for source, target in pairs))
     return path
 
 
@@ -87,15 +87,15 @@ class Run:
         return self
 
     def text(self):
-        return self.log.read_text(encoding="utf-8")
+        return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
 
 def main(flags, log, environment, die_at_flush, largest_file):
     """What the forked process does."""
     os.environ.update({name: str(value) for name, value in environment.items()})
-    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    sys.stdout = sys.stderr = open(log, "a", buffering=1, encoding="utf-8")
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
     torch.set_num_threads(1)
     if die_at_flush is not None:
         die_at(die_at_flush)

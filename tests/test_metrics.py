@@ -123,3 +123,8 @@ def test_scoring_uses_no_network_and_leaves_no_files(tmp_path, monkeypatch):
     assert score(["a b c d"], ["a b c d"], target_lang="th")["bleu"] == pytest.approx(100)
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_confidence_is_known_where_most_lines_score_nothing():
+    scores = score(["x"] * 9 + ["ein Hund"], ["der Hund"] * 10, "de", confidence=True)
+    assert 0 < scores["chrf_confidence"] < 100

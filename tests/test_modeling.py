@@ -234,6 +234,7 @@ def test_the_whole_model_is_marian_with_the_same_weights():
 def test_parameters_are_as_many_as_the_paper_says(size, millions):
     with torch.device("meta"):
         model = VanillaForConditionalGeneration(VanillaConfig.preset(size))
+    model.tie_weights()  # transformers 5.0 leaves that out on the meta device
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
 
 
@@ -645,7 +646,7 @@ def test_label_smoothing_is_the_closed_form_and_torchs(eps, bias):
 @pytest.mark.parametrize("rows", [1, 4, 1000])
 @pytest.mark.parametrize("eps", [0.0, 0.1])
 def test_the_loss_in_chunks_has_torchs_value_and_gradients(rows, eps, monkeypatch):
-    monkeypatch.setattr(SmoothedCrossEntropy, "CHUNK", rows * 17)
+    monkeypatch.setattr(SmoothedCrossEntropy, "ROWS", rows)
     results = []
     for ours in (True, False):
         torch.manual_seed(0)
@@ -757,7 +758,7 @@ def test_training_computes_no_logits_of_padding_and_only_a_chunk_at_a_time(monke
     with LargestLogits(model.lm_head.weight) as seen:
         model.train()(**pairs).loss.backward()
     assert seen.rows == (pairs["labels"] != -100).sum() < B * T
-    monkeypatch.setattr(SmoothedCrossEntropy, "CHUNK", 4 * 61)
+    monkeypatch.setattr(SmoothedCrossEntropy, "ROWS", 4)
     with LargestLogits(model.lm_head.weight) as seen:
         model(**pairs).loss.backward()
     assert seen.rows == 4

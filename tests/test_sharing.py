@@ -163,3 +163,8 @@ def test_refuses_another_kind_of_model(tmp_path):
     MarianMTModel(MarianConfig(vocab_size=50, pad_token_id=49, **sizes, **heads)).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="holds a marian model"):
         sharing.load_model(tmp_path)
+
+
+def test_refuses_a_device_that_does_not_exist(folder):
+    with pytest.raises(InputError, match="device gpu cannot be used"):
+        sharing.load_model(folder, device="gpu")

@@ -123,7 +123,8 @@ def test_jsonl_has_an_object_for_every_line(run, expected):
     _, lines = run("\n".join(LINES).encode(), "--output_format", "jsonl", "--n_best", "2")
     objects = [json.loads(line) for line in lines]
     assert [entry["text"] for entry in objects] == expected
-    assert all(entry["n_best"][0] == {"text": entry["text"], "score": entry["score"]} for entry in objects)
+    assert objects[0].keys() == {"text", "score", "finished", "n_best"}
+    assert objects[0]["n_best"][0] == {name: objects[0][name] for name in ("text", "score", "finished")}
     assert len(objects[0]["n_best"]) == 2
 
 
@@ -259,8 +260,9 @@ def test_a_pipe_is_answered_line_by_line_in_utf8_and_ctrl_c_is_quiet(folder, exp
 
 @pytest.mark.slow
 def test_two_processes_write_the_file_of_one(folder, tmp_path, expected):
-    (tmp_path / "in.txt").write_text("\n".join(LINES), encoding="utf-8", newline="")
+    (tmp_path / "in.txt").write_text("\n".join([*LINES, ""]), encoding="utf-8", newline="")
     arguments = command(folder, "--input", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.txt"))
     launch = [arguments[0], "-m", "torch.distributed.run", "--nproc_per_node", "2", *arguments[1:]]
-    subprocess.run(launch, check=True, capture_output=True)
+    result = subprocess.run(launch, check=True, capture_output=True)
+    assert result.stderr.count(b"stopped by the length limit") == 1  # they work on one job, not each on its own
     assert (tmp_path / "out.txt").read_bytes().decode().split("\n") == [*expected, ""]
