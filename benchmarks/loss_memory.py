@@ -40,12 +40,14 @@ def main():
     args = parse_args()
     if args.loss:
         return measure(args)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.tokens:,} tokens, d_model {args.d_model}\n")
+    versions = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
+    print(f"{versions}, {args.tokens:,} tokens, d_model {args.d_model}\n")
     print("| vocabulary | loss | peak above the inputs | seconds | value |\n|---|---|---|---|---|")
     for vocab_size in args.vocab_size:
         for name in LOSSES:
             sizes = f"--tokens={args.tokens}", f"--d_model={args.d_model}", f"--vocab_size={vocab_size}"
-            child = subprocess.run([sys.executable, __file__, "--loss", name, *sizes], stdout=subprocess.PIPE, text=True)
+            command = [sys.executable, __file__, "--loss", name, *sizes]
+            child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
             print(f"| {vocab_size:,} | {name} | {child.stdout.strip() or 'failed | |'} |", flush=True)
 
 

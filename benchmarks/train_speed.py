@@ -108,11 +108,11 @@ def report(size, best, operations, products):
     print(flush=True)
 
 
-# -- What could be done ------------------------------------------------------------------------------------------------
+# -- What could be done -----------------------------------------------------------------------------------------------
 
 
 def operations(config, lengths):
-    """Useful floating-point operations a target token: products of the forward pass, twice as many of the backward one.
+    """Useful floating-point operations a target token: products of the forward pass, twice as many in the backward.
 
     A multiplication with its addition counts as two; nothing is counted for padding or for keys that a causal query
     may not look at. `lengths` are the mean source and target length.
@@ -134,7 +134,7 @@ def multiply_rate(size=2048):
     return 3 * 2 * size**3 / (time.perf_counter() - start)
 
 
-# -- The systems: each called with a number of updates returns target tokens a second ----------------------------------
+# -- The systems: each called with a number of updates returns target tokens a second ---------------------------------
 
 
 class Loop:

@@ -135,13 +135,13 @@ class PairReader:
     Noise is a function of seed, epoch and pair alone: the same on any number of devices and after any interruption.
     """
 
-    def __init__(self, tokens, text, tokenizer, config, recipe, plan, device=0, num_devices=1, pin=False):
+    def __init__(self, tokens, text, tokenizer, config, recipe, plan, device=0, num_devices=1):
         self.tokens, self.text, self.config, self.recipe, self.plan = tokens, text, config, recipe, plan
-        self.device, self.num_devices, self.pin = device, num_devices, pin
+        self.device, self.num_devices = device, num_devices
         self.unk = tokenizer.unk_token_id
         self.segmenter = DropoutSegmenter(tokenizer, recipe.bpe_dropout) if recipe.bpe_dropout else None
 
-    def update(self, n):
+    def __getitem__(self, n):
         """This device's micro-batches of update n: dictionaries of tensors (see `batching.collate`)."""
         shares = self.plan.update(n, self.num_devices)
         epoch = n // self.plan.updates_per_epoch
@@ -157,7 +157,7 @@ class PairReader:
             batch = self.collate(noisy) | {"labels": batch["labels"]}
         if not len(rows):
             batch["labels"].fill_(-100)  # every device takes part in the reduction of gradients, this one with zeros
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin else batch
+        return batch
 
     def collate(self, pairs):
         return collate(pairs, self.config.pad_token_id, self.config.decoder_start_token_id)

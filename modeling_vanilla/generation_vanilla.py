@@ -4,15 +4,16 @@
 Shapes: R sentences still open, K beams of each (one at the first step), n tokens so far, S source positions,
 D = d_model, h heads, d = D / h, V = vocab_size.
 
-Nothing is ever copied for a beam. The beams of a sentence are K queries against one copy of its encoder's keys and
-values. The target's keys and values are appended, K slots a step, and stay where they are; `ancestry` says which slots
-a beam descends from, so choosing other beams changes that mask only. A finished sentence leaves the batch.
+Nothing is copied for a beam. The beams of a sentence are K queries against one copy of its encoder's keys and values.
+The target's keys and values are appended, K slots a step, and stay where they are; `ancestry` says which slots a beam
+descends from, so choosing other beams changes this mask only. A finished sentence leaves the batch.
 """
 
 import math
 import warnings
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
@@ -20,15 +21,15 @@ from itertools import islice, repeat
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 
 @dataclass
 class Hypothesis:
-    """One translation: its token ids (with </s>, if it came to one), log P(tokens | source), and log P over the penalty.
+    """One translation: token ids (with </s>, if it came to one), log P(tokens | source), and log P over the penalty.
 
-    `finished` is False when the length limit cut it. `alignment` names the source position of each token; `text` is set
-    by `translate`.
+    `finished` is False when the length limit cut it. `alignment` names the source position of each token.
     """
 
     tokens: list[int]
@@ -46,14 +47,14 @@ class SearchOptions:
     Args:
         num_beams: hypotheses kept open; 1 is greedy search, which ends with the first </s>.
         length_penalty: alpha of the paper's score log P / ((5 + n) / 6)^alpha over all n tokens, </s> included; or p of
-            log P / n^p with length_normalization="huggingface", which also stops as stock `generate()` does.
+            log P / n^p with length_normalization="huggingface", which also stops when stock `generate()` does.
         n_best: hypotheses to return, at most `num_beams`; with do_sample the number of samples.
         max_new_tokens: length limit with </s>; default: source tokens + 50, as the paper.
         min_new_tokens: tokens before </s>, at least.
         suppress_tokens: ids never chosen, besides padding and start.
         no_repeat_ngram_size: no n-gram of this size twice.
-        do_sample, temperature, top_k, top_p, seed: draw tokens instead of searching. The draws depend on the seed and
-            the source sentence only.
+        do_sample, temperature, top_k, top_p, seed: draw tokens instead of searching. What is drawn depends on the seed
+            and the source sentence only.
     """
 
     num_beams: int = 4
@@ -71,17 +72,18 @@ class SearchOptions:
     seed: int = 0
 
     def __post_init__(self):
-        for name, least in {"num_beams": 1, "n_best": 1, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "top_k": 0}.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be at least {least}")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens!r} must be at least 1")
+        least = {"num_beams": 1, "n_best": 1, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "top_k": 0}
+        if self.max_new_tokens is not None:
+            least["max_new_tokens"] = 1
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least {value}")
         if self.length_normalization not in ("paper", "huggingface"):
             raise ValueError(f'length_normalization={self.length_normalization!r} must be "paper" or "huggingface"')
-        if not self.do_sample and self.n_best > self.num_beams:
-            raise ValueError(f"n_best={self.n_best} needs as many beams; num_beams={self.num_beams}")
         if self.temperature <= 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"temperature={self.temperature!r} must be positive and top_p={self.top_p!r} in (0, 1]")
+            raise ValueError(f"temperature={self.temperature!r} must be positive, top_p={self.top_p!r} in (0, 1]")
+        if not self.do_sample and self.n_best > self.num_beams:
+            raise ValueError(f"n_best={self.n_best} needs as many beams, not num_beams={self.num_beams}")
 
     @property
     def beams(self):
@@ -98,19 +100,17 @@ class SearchOptions:
 
 # -- Matrix products ---------------------------------------------------------------------------------------------------
 
+ONEDNN = torch.backends.mkldnn.is_available()
+
 
 def product(x, weight, bias=None):
-    """x W^T + b in float32 on a CPU by oneDNN, which uses AVX-512 on every vendor's; PyTorch's default, MKL, on Intel's only.
+    """x W^T + b. PyTorch's default for float32 on CPUs, MKL, uses AVX-512 on Intel's only; oneDNN on every vendor's.
 
-    It pays from about a millisecond's work on; below, entering and leaving oneDNN's layout costs more.
+    Below some millions of multiplications, entering and leaving oneDNN's layout costs more than it saves.
     """
-    rows = x.numel() // x.shape[-1]
-    if x.device.type != "cpu" or x.dtype != torch.float32 or rows * weight.numel() < 2**22 or not ONEDNN:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() * len(weight) < 2**22 or not ONEDNN:
         return F.linear(x, weight, bias)
     return F.linear(x.to_mkldnn(), weight, bias).to_dense()
-
-
-ONEDNN = torch.backends.mkldnn.is_available()
 
 
 class FastProducts(TorchFunctionMode):
@@ -121,28 +121,27 @@ class FastProducts(TorchFunctionMode):
 
 
 def projection(*linears):
-    """One function for several projections of the same input: (..., D) -> (..., sum of their widths).
+    """One product for projections of the same input: (..., D) -> (..., sum of their widths).
 
-    Where a weight does not say all (adapter, quantisation, hook), the modules themselves are called.
+    Where weight and bias are not all there is (adapter, quantisation, hook), the modules themselves are called.
     """
     if not all(type(m) is nn.Linear and "forward" not in vars(m) and not m._forward_hooks for m in linears):
         return lambda x: torch.cat([m(x) for m in linears], dim=-1)
     if len(linears) == 1:
         return partial(product, weight=linears[0].weight, bias=linears[0].bias)
-    return partial(
-        product, weight=torch.cat([m.weight for m in linears]), bias=torch.cat([m.bias for m in linears])
-    )
+    weight, bias = torch.cat([m.weight for m in linears]), torch.cat([m.bias for m in linears])
+    return partial(product, weight=weight, bias=bias)
 
 
 # -- The decoder, one token a step -------------------------------------------------------------------------------------
 
 
 def attend(q, k, v, mask):
-    """softmax(q k^T / sqrt(d) + mask) v; q (R, h, K, d), k and v (R, h, S, d), mask (R h or 1, K or 1, S) -> (R, K, D)."""
-    R, _, K, d = q.shape
+    """softmax(q k^T / sqrt(d) + mask) v: (R, K, D); q (R, h, K, d), k and v (R, h, S, d), mask (R h, K or 1, S)."""
+    R, h, K, d = q.shape
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5).softmax(-1)
-    return (weights @ v).view(R, -1, K, d).transpose(1, 2).flatten(2)
+    return torch.bmm(weights, v).view(R, h, K, d).transpose(1, 2).flatten(2)
 
 
 def additive(may_look, x):
@@ -156,7 +155,7 @@ def take(x, index):
 
 
 def leave(x, rows, stay):
-    """Drop sentences from x (R, ...): the last ones move into the places `rows` of those that left, `stay` remain."""
+    """Drop sentences from x (R, ...): the last ones move into the places `rows` of those that leave, `stay` remain."""
     x[rows[0]] = x[rows[1]]
     return x[:stay]
 
@@ -165,19 +164,15 @@ class IncrementalLayer:
     """A decoder layer with its keys and values: those of the encoder's output, and the slots of the target."""
 
     def __init__(self, layer, memory, slots):
-        self.layer, attn, memory_attn = layer, layer.self_attn, layer.encoder_attn
-        self.heads = attn.heads
-        self.qkv = projection(attn.q_proj, attn.k_proj, attn.v_proj)
-        self.out, self.memory_out = projection(attn.out_proj), projection(memory_attn.out_proj)
-        self.memory_q = projection(memory_attn.q_proj)
+        self.layer, self.attn, self.memory_attn = layer, layer.self_attn, layer.encoder_attn
+        self.qkv = projection(self.attn.q_proj, self.attn.k_proj, self.attn.v_proj)
+        self.out, self.memory_out = projection(self.attn.out_proj), projection(self.memory_attn.out_proj)
+        self.memory_q = projection(self.memory_attn.q_proj)
         self.fc1, self.fc2 = projection(layer.fc1), projection(layer.fc2)
-        memory_kv = projection(memory_attn.k_proj, memory_attn.v_proj)(memory)
-        self.memory_k, self.memory_v = (x.contiguous() for x in self.split(memory_kv, 2))  # (R, h, S, d)
-        self.k = self.v = self.memory_k[:, :, :0]  # (R, h, slots, d)
-        self.resize(torch.empty(len(memory), 0, dtype=torch.long, device=memory.device), slots)
-
-    def split(self, x, parts):
-        return x.unflatten(-1, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (R, K, parts D) -> parts x (R, h, K, d)
+        with FastProducts():
+            self.memory_k, self.memory_v = (x.contiguous() for x in self.memory_attn.keys_values(memory))
+        R, h, _, d = self.memory_k.shape
+        self.k, self.v = memory.new_empty(R, h, slots, d), memory.new_empty(R, h, slots, d)
 
     def __call__(self, x, ancestry, padding):
         """x (R, K, D) -> (R, K, D); the masks as in `attend`."""
@@ -187,25 +182,25 @@ class IncrementalLayer:
         return layer.residual(x, layer.final_layer_norm, self.feed_forward)
 
     def self_attention(self, x):
-        q, k, v = self.split(self.qkv(x), 3)
-        used = self.ancestry.shape[-1]
-        new = slice(used - x.shape[1], used)
-        self.k[:, :, new], self.v[:, :, new] = k, v
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.attn.heads, -1)).permute(2, 0, 3, 1, 4)  # (R, h, K, d) each
+        used = self.ancestry.shape[2]
+        self.k[:, :, used - x.shape[1] : used], self.v[:, :, used - x.shape[1] : used] = k, v
         return self.out(attend(q, self.k[:, :, :used], self.v[:, :, :used], self.ancestry))
 
     def cross_attention(self, x):
-        (q,) = self.split(self.memory_q(x), 1)
+        q = self.memory_attn.split(self.memory_q(x))
         return self.memory_out(attend(q, self.memory_k, self.memory_v, self.padding))
 
     def feed_forward(self, x):
         return self.fc2(self.layer.activation(self.fc1(x)))
 
     def resize(self, kept, slots):
-        """Make room for so many slots, keeping those numbered `kept` (R, n)."""
+        """Make room for so many slots, of which the first are those numbered `kept` (R, n) until now."""
+        R, h, _, d = self.k.shape
+        index = kept[:, None, :, None].expand(R, h, -1, d)
         for name in ("k", "v"):
-            old = getattr(self, name)
-            new = old.new_empty(*old.shape[:2], slots, old.shape[3])
-            new[:, :, : kept.shape[1]] = old.gather(2, kept[:, None, :, None].expand(-1, old.shape[1], -1, old.shape[3]))
+            new = self.k.new_empty(R, h, slots, d)
+            new[:, :, : kept.shape[1]] = getattr(self, name).gather(2, index)
             setattr(self, name, new)
 
     def leave(self, rows, stay):
@@ -214,42 +209,38 @@ class IncrementalLayer:
 
 
 class IncrementalDecoder:
-    """The decoder over the open sentences of a batch; memory (R, S, D), attention_mask (R, S) or None."""
+    """The decoder over the open sentences of a batch: memory (R, S, D), attention_mask (R, S)."""
 
-    SLOTS = 64
-
-    def __init__(self, decoder, memory, attention_mask, longest):
-        self.decoder, self.n = decoder, 0
-        self.layers = [IncrementalLayer(layer, memory, self.SLOTS) for layer in decoder.layers]
-        self.slots = self.SLOTS
-        self.heads = decoder.config.decoder_attention_heads
+    def __init__(self, decoder, memory, attention_mask, options, longest):
+        self.decoder, self.n, self.slots = decoder, 0, max(64, 2 * options.beams)
+        self.layers = [IncrementalLayer(layer, memory, self.slots) for layer in decoder.layers]
         self.positions = decoder.embed_positions(torch.arange(longest, device=memory.device), longest).to(memory.dtype)
         self.ancestry = memory.new_zeros(len(memory), 1, 0)  # (R, K, slots), 0 at the slots that a beam descends from
-        self.padding = memory.new_zeros(len(memory), 1, 1)
-        if attention_mask is not None:
-            self.padding = additive(attention_mask.bool(), memory)[:, None]
+        self.own_slots = additive(torch.eye(options.beams, dtype=torch.bool, device=memory.device), memory)
+        self.padding = self.for_heads(additive(attention_mask.bool(), memory)[:, None]).contiguous()
+
+    def for_heads(self, mask):
+        return mask[:, None].expand(-1, self.decoder.config.decoder_attention_heads, -1, -1)
 
     def step(self, tokens, parents):
         """States (R, K, D) that predict what follows the newest tokens (R, K), which follow the last step's `parents`."""
         decoder, (R, K) = self.decoder, tokens.shape
         x = decoder.embed_tokens(tokens) * math.sqrt(decoder.config.d_model) + self.positions[self.n]
         self.ancestry = take(self.ancestry, parents)
-        self.make_room(K)
-        own_slot = additive(torch.eye(K, dtype=torch.bool, device=x.device), x)
-        self.ancestry = torch.cat([self.ancestry, own_slot.expand(R, K, K)], dim=2)
-        ancestry, padding = (mask.repeat_interleave(self.heads, dim=0) for mask in (self.ancestry, self.padding))
+        if self.ancestry.shape[2] + K > self.slots:
+            self.make_room(K)
+        self.ancestry = torch.cat([self.ancestry, self.own_slots[:K, :K].expand(R, K, K)], dim=2)
+        ancestry, padding = self.for_heads(self.ancestry).flatten(0, 1), self.padding.flatten(0, 1)
         for layer in self.layers:
             x = layer(x, ancestry, padding)
         self.n += 1
         return decoder.layer_norm(x)
 
     def make_room(self, K):
-        """When the slots run out, forget those that no open beam descends from, and double what is left."""
-        if self.ancestry.shape[2] + K <= self.slots:
-            return
+        """Forget the slots that no open beam descends from, and have twice as many as are left."""
         live = (self.ancestry == 0).any(1)
         kept = live.long().argsort(dim=1, descending=True, stable=True)[:, : int(live.sum(1).max())]
-        self.ancestry = self.ancestry.gather(2, kept[:, None].expand(-1, self.ancestry.shape[1], -1))
+        self.ancestry = self.ancestry.gather(2, kept[:, None].expand(-1, K, -1))
         self.slots = max(self.slots, 2 * (kept.shape[1] + K))
         for layer in self.layers:
             layer.resize(kept, self.slots)
@@ -266,52 +257,46 @@ class IncrementalDecoder:
 def top(x, k):
     """The k largest of x (..., V) and their indices.
 
-    They are among the k columns with the largest maxima when V is laid out in rows, and maxima of columns are cheap.
+    With V laid out in rows, they are in the k columns with the largest maxima, and maxima of columns are cheap.
     """
     V = x.shape[-1]
-    rows = max(n for n in range(1, 33) if V % n == 0)
-    x = x.unflatten(-1, (rows, V // rows))
+    rows = max(n for n in range(1, 26) if V % n == 0)
+    x = x.unflatten(-1, (rows, -1))
     columns = x.amax(-2).topk(min(k, V // rows)).indices
-    value, index = x.gather(-1, columns[..., None, :].expand(*x.shape[:-1], -1)).flatten(-2).topk(min(k, V))
+    value, place = x.gather(-1, columns[..., None, :].expand(*x.shape[:-1], -1)).flatten(-2).topk(min(k, V))
     n = columns.shape[-1]
-    return value, index // n * (V // rows) + columns.gather(-1, index % n)
+    return value, place // n * (V // rows) + columns.gather(-1, place % n)
 
 
 class Beams:
-    """Open and ended hypotheses of R sentences.
+    """The hypotheses of R sentences.
 
-    Open: tokens (R, K, 1 + n) after <s>, log_prob (R, K), parents (R, K).
-    Ended, best first: rank (R, P), -inf where there is none; log_prob, length, finished (R, P), tokens (R, P, 1 + n).
+    Open: tokens (R, K, 1 + n) from <s> on, log_prob (R, K), parents (R, K).
+    Ended, best first: rank (R, P), -inf where there is none; log_prob (R, P), tokens (R, P, 1 + n), -1 after the end.
     """
 
-    LOGITS = 2**20  # computed at a time, so that they are still in the CPU's cache when they are sorted
+    LOGITS = 2**20  # computed at a time, so that they are still in the CPU's cache when they are compared
 
     def __init__(self, config, options, limit, prefix, uniform):
         """Token limit (R,), forced tokens (R, at most limit) with -1 where the choice is free, draws (R, K, limit)."""
         self.options, self.eos, self.start = options, config.eos_token_id, config.decoder_start_token_id
-        self.vocab_size = config.vocab_size
         specials = {config.pad_token_id, config.bos_token_id, self.start, *options.suppress_tokens} - {self.eos, None}
         self.suppressed = torch.tensor(sorted(specials), device=limit.device)
-        R, P = len(limit), options.beams
+        self.size = max(1, self.LOGITS // (config.vocab_size * options.beams))
         self.limit, self.prefix, self.uniform = limit, prefix, uniform
-        self.sentence = torch.arange(R, device=limit.device)
-        self.tokens = limit.new_full((R, 1, 1), self.start)
-        self.parents = limit.new_zeros(R, 1)
-        self.log_prob = torch.zeros(R, 1, device=limit.device)
-        self.ended = {
-            "rank": self.log_prob.new_full((R, P), -math.inf),
-            "log_prob": self.log_prob.new_zeros(R, P),
-            "length": limit.new_zeros(R, P),
-            "finished": torch.zeros(R, P, dtype=torch.bool, device=limit.device),
-            "tokens": limit.new_zeros(R, P, 1),
-        }
+        self.largest_penalty = options.penalty(limit).clamp_min(options.penalty(1))
+        self.sentence = torch.arange(len(limit), device=limit.device)
+        self.tokens = limit.new_full((len(limit), 1, 1), self.start)
+        self.parents = limit.new_zeros(len(limit), 1)
+        self.log_prob = torch.zeros(len(limit), 1, device=limit.device)
+        self.ended_rank = self.log_prob.new_full((len(limit), options.beams), -math.inf)
+        self.ended_log_prob = self.ended_rank.clone()
+        self.ended_tokens = limit.new_full((len(limit), options.beams, 1), self.start)
 
     def advance(self, states, head):
         """Extend every beam by one token, from its state (R, K, D) and the output projection."""
-        R, K, _ = states.shape
-        size = max(1, self.LOGITS // (K * self.vocab_size))
-        blocks = [slice(i, i + size) for i in range(0, R, size)]
         choose = self.continue_each if self.options.independent else self.best_continuations
+        blocks = [slice(i, i + self.size) for i in range(0, len(states), self.size)]
         found = [choose(self.log_probabilities(head(states[rows]), rows), rows) for rows in blocks]
         log_prob, parents, tokens = map(torch.cat, zip(*found, strict=True))
         is_eos = tokens == self.eos
@@ -322,20 +307,19 @@ class Beams:
 
     def log_probabilities(self, logits, rows):
         """log P (r, K, V) of the next tokens of some sentences, -inf where a token must not be chosen."""
-        log_p = logits.float().log_softmax(-1)
-        n, minus_inf = self.tokens.shape[2] - 1, -math.inf
-        forced = self.prefix[rows, n, None, None] if n < self.prefix.shape[1] else None
+        log_p, n = logits.float().log_softmax(-1), self.tokens.shape[2] - 1
+        forced = self.prefix[rows, n, None, None].expand(-1, log_p.shape[1], 1) if n < self.prefix.shape[1] else None
         if forced is not None:
-            index = forced.clamp_min(0).expand(-1, log_p.shape[1], 1)
-            kept = log_p.gather(2, index)
-        log_p[..., self.suppressed] = minus_inf
+            kept = log_p.gather(2, forced.clamp_min(0))
+        log_p.index_fill_(2, self.suppressed, -math.inf)
         if n < self.options.min_new_tokens:
-            log_p[..., self.eos] = minus_inf
+            log_p[..., self.eos] = -math.inf
         if 0 < self.options.no_repeat_ngram_size <= n:
-            log_p.scatter_(2, self.repeats(self.options.no_repeat_ngram_size, rows), minus_inf)
+            log_p.scatter_(2, self.repeats(self.options.no_repeat_ngram_size, rows), -math.inf)
         if forced is not None:
-            log_p.masked_fill_(forced >= 0, minus_inf)
-            log_p.scatter_(2, index, torch.where(forced >= 0, kept, log_p.gather(2, index)))
+            log_p = log_p.masked_fill_(forced >= 0, -math.inf).scatter_reduce_(
+                2, forced.clamp_min(0), kept.masked_fill(forced < 0, -math.inf), "amax"
+            )
         return log_p
 
     def repeats(self, size, rows):
@@ -359,9 +343,13 @@ class Beams:
         """One continuation of each beam: the most probable token, or one that is drawn."""
         parents = torch.arange(self.options.beams, device=log_p.device).clamp_max_(log_p.shape[1] - 1)
         parents = parents.expand(len(log_p), -1)
-        token = self.draw(log_p, rows) if self.options.do_sample else top(log_p, 1)[1][..., 0]
-        log_prob = log_p[torch.arange(len(log_p), device=log_p.device)[:, None], parents, token]
-        return log_prob + take(self.log_prob[rows], parents), parents, token
+        if self.options.do_sample:
+            token = self.draw(log_p, rows)
+            value = take(log_p, parents).gather(2, token[..., None])
+        else:
+            value, token = top(log_p, 1)
+            token = token[..., 0]
+        return value[..., 0] + take(self.log_prob[rows], parents), parents, token
 
     def draw(self, log_p, rows):
         """Invert the distribution function at the numbers in (0, 1) that belong to the sentence: (r, K)."""
@@ -370,12 +358,12 @@ class Beams:
         if options.top_k or options.top_p < 1:
             log_p, order = log_p.topk(min(options.top_k or V, V))
         total = (log_p / options.temperature).softmax(-1).cumsum(-1)
-        if options.top_p < 1:  # keep tokens until their sum reaches top_p
-            kept = (total < options.top_p).sum(-1, keepdim=True).clamp_max_(total.shape[2] - 1)
-            total = total.clamp_max(total.gather(2, kept))
-        u = self.uniform[rows, :, self.tokens.shape[2] - 1, None]
+        if options.top_p < 1:  # the fewest tokens whose sum reaches top_p
+            last = (total < options.top_p).sum(-1, keepdim=True).clamp_max_(total.shape[2] - 1)
+            total = total.clamp_max(total.gather(2, last))
         total = total.expand(-1, K, -1).contiguous()
-        choice = torch.searchsorted(total, u * total[..., -1:], right=True).clamp_max_(total.shape[2] - 1)
+        u = self.uniform[rows, :, self.tokens.shape[2] - 1, None] * total[..., -1:]
+        choice = torch.searchsorted(total, u, right=True).clamp_max_(total.shape[2] - 1)
         return (choice if order is None else order.expand(-1, K, -1).gather(2, choice))[..., 0]
 
     def end(self, log_prob, tokens, is_eos):
@@ -383,68 +371,100 @@ class Beams:
 
         What the limit cuts ranks below all that is finished; stock generate() lets its score compete.
         """
-        K, length = self.options.beams, tokens.shape[2] - 1
+        P, n = self.options.beams, tokens.shape[2] - 1
         place = torch.arange(log_prob.shape[1], device=log_prob.device)
-        ends = (is_eos | (length >= self.limit)[:, None]) & (place < K) & (log_prob > -math.inf)
-        rank = log_prob / self.options.penalty(length)
+        ends = (is_eos | (n >= self.limit)[:, None]) & (place < P) & (log_prob > -math.inf)
+        if not ends.any():
+            return
+        rank = log_prob / self.options.penalty(n)
         if self.options.length_normalization == "paper":
             rank = torch.where(is_eos, rank, -1e6 - place)
-        new = {
-            "rank": rank.masked_fill(~ends, -math.inf),
-            "log_prob": log_prob,
-            "length": torch.full_like(tokens[..., 0], length),
-            "finished": is_eos,
-            "tokens": tokens,
-        }
-        self.ended["tokens"] = F.pad(self.ended["tokens"], (0, 1))
-        both = {name: torch.cat([old, new[name]], 1) for name, old in self.ended.items()}
-        best = both["rank"].topk(K).indices
-        self.ended = {name: take(x, best) for name, x in both.items()}
+        rank = torch.cat([self.ended_rank, rank.masked_fill(~ends, -math.inf)], 1)
+        self.ended_rank, best = rank.topk(P)
+        self.ended_log_prob = take(torch.cat([self.ended_log_prob, log_prob], 1), best)
+        before = F.pad(self.ended_tokens, (0, tokens.shape[2] - self.ended_tokens.shape[2]), value=-1)
+        self.ended_tokens = take(torch.cat([before, tokens], 1), best)
 
     def done(self):
         """Which sentences are decided (R,).
 
-        Log P of an open hypothesis can only fall, and the penalty that it is divided by is largest at the length limit;
-        so log P / penalty(limit) bounds the score of all that may become of it. When no open hypothesis has a bound
-        above the `n_best`-th score reached, no longer search could change the result. Stock generate() assumes instead
-        that nothing gains by growing, but waits for `num_beams` hypotheses.
+        Log P of an open hypothesis can only fall, so log P over the largest penalty that the length limit allows bounds
+        the score of all that may become of it. When no open hypothesis has a bound above the `n_best`-th score reached,
+        no longer search could change the result. Stock generate() assumes instead that nothing gains by growing, but
+        waits for `num_beams` hypotheses.
         """
-        options, n = self.options, self.tokens.shape[2] - 1
-        best = self.log_prob.amax(1)
+        n, best = self.tokens.shape[2] - 1, self.log_prob.amax(1)
         over = (n >= self.limit) | (best == -math.inf)
-        if options.independent:
+        if self.options.independent:
             return over
-        if options.length_normalization == "huggingface":
-            return over | (best / options.penalty(n) <= self.ended["rank"][:, -1])
-        longest = self.limit if options.length_penalty > 0 else n + 1
-        return over | (best / options.penalty(longest) <= self.ended["rank"][:, options.n_best - 1])
+        if self.options.length_normalization == "huggingface":
+            return over | (best / self.options.penalty(n) <= self.ended_rank[:, -1])
+        return over | (best / self.largest_penalty <= self.ended_rank[:, self.options.n_best - 1])
 
-    def hypotheses(self, rows):
+    def results(self, rows):
         """The best ended hypotheses of each of the rows."""
-        ended = {name: x[rows].tolist() for name, x in self.ended.items()}
-        for fields in zip(*ended.values(), strict=True):
-            found = [self.hypothesis(*entry) for entry in zip(*fields, strict=True) if entry[0] > -math.inf]
-            found.sort(key=lambda hypothesis: (-hypothesis.finished, -hypothesis.score))
-            yield found[: self.options.n_best]
+        ended = (self.ended_rank[rows], self.ended_log_prob[rows], self.ended_tokens[rows])
+        for entries in zip(*(x.tolist() for x in ended), strict=True):
+            found = [
+                self.hypothesis(log_prob, [token for token in tokens[1:] if token >= 0])
+                for rank, log_prob, tokens in zip(*entries, strict=True)
+                if rank > -math.inf
+            ]
+            yield sorted(found, key=lambda x: (x.finished, x.score), reverse=True)[: self.options.n_best]
 
-    def hypothesis(self, rank, log_prob, length, finished, tokens):
-        return Hypothesis(tokens[1 : 1 + length], log_prob / self.options.penalty(length), log_prob, finished)
+    def hypothesis(self, log_prob, tokens):
+        return Hypothesis(tokens, log_prob / self.options.penalty(len(tokens)), log_prob, tokens[-1] == self.eos)
 
     def leave(self, rows, stay):
-        for name in ("sentence", "tokens", "parents", "log_prob", "limit", "prefix", "uniform"):
-            if getattr(self, name) is not None:
-                setattr(self, name, leave(getattr(self, name), rows, stay))
-        self.ended = {name: leave(x, rows, stay) for name, x in self.ended.items()}
+        for name, x in vars(self).items():
+            if isinstance(x, torch.Tensor) and x is not self.suppressed:
+                setattr(self, name, leave(x, rows, stay))
+
+
+def beam_search(model, input_ids, attention_mask, prefix, options):
+    """Search to the end of every sentence of a batch; lists of hypotheses in the order of the batch."""
+    lengths = attention_mask.sum(1)
+    limit = lengths + 50 if options.max_new_tokens is None else torch.full_like(lengths, options.max_new_tokens)
+    longest, uniform = int(limit.max()), None
+    if options.do_sample:
+        sources = [ids[mask].tolist() for ids, mask in zip(input_ids, attention_mask.bool(), strict=True)]
+        uniform = uniform_draws(sources, options.beams, longest, options.seed).to(limit.device)
+    with FastProducts():
+        memory = model.model.encoder(input_ids, attention_mask).last_hidden_state
+    decoder = IncrementalDecoder(model.model.decoder, memory, attention_mask, options, longest)
+    beams = Beams(model.config, options, limit, prefix, uniform)
+    head = projection(model.lm_head)
+    found = [None] * len(limit)
+    while len(beams.sentence):
+        beams.advance(decoder.step(beams.tokens[..., -1], beams.parents), head)
+        done = beams.done()
+        if done.any():
+            for i, hypotheses in zip(beams.sentence[done].tolist(), beams.results(done), strict=True):
+                found[i] = hypotheses
+            stay = int((~done).sum())
+            rows = done[:stay].nonzero()[:, 0], (~done[stay:]).nonzero()[:, 0] + stay
+            beams.leave(rows, stay)
+            decoder.leave(rows, stay)
+    return found
 
 
 def uniform_draws(sources, K, length, seed):
     """Numbers in (0, 1) that depend on the seed and the sentence, not on its neighbours or the device: (R, K, length)."""
-    generator = torch.Generator()
-    draws = []
+    generator, draws = torch.Generator(), []
     for source in sources:
         generator.manual_seed(zlib.crc32(f"{seed}: {source}".encode()))
         draws.append(torch.rand(length, K, generator=generator).t())
     return torch.stack(draws)
+
+
+def forced_tokens(prefix, R, eos):
+    """One list of token ids for all, or one for each of R sentences, as (R, longest) with -1 after each."""
+    if not prefix or isinstance(prefix[0], int):
+        prefix = [prefix or []] * R
+    for tokens in prefix:
+        if eos in tokens:
+            raise ValueError(f"prefix={tokens} holds the end of sentence, {eos}")
+    return pad_sequence([torch.tensor(tokens, dtype=torch.long) for tokens in prefix], True, -1)
 
 
 # -- What users call ---------------------------------------------------------------------------------------------------
@@ -463,6 +483,18 @@ class AttentionMap:
     encoder: torch.Tensor
     decoder: torch.Tensor
     cross: torch.Tensor
+
+
+@contextmanager
+def inference(model):
+    """No gradients and no dropout; the model is left in the mode that it was in."""
+    training = model.training
+    model.train(False)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.train(training)
 
 
 class TranslationMixin:
@@ -506,19 +538,18 @@ class TranslationMixin:
         options = SearchOptions(num_beams, length_penalty, n_best=n_best or 1, **options)
         limit = max_source_length or self.config.max_position_embeddings
         job = TranslationJob(self, tokenizer, options, batch_tokens, limit, alignment)
-        many = [texts] if isinstance(texts, str) else texts
-        stream = job.run(many, repeat(prefix) if prefix is None or isinstance(prefix, str) else prefix)
+        prefixes = repeat(prefix) if prefix is None or isinstance(prefix, str) else prefix
+        found = job.run([texts] if isinstance(texts, str) else texts, prefixes)
+        if not return_dict:
+            found = ([hypothesis.text for hypothesis in hypotheses] for hypotheses in found)
         if n_best is None:
-            stream = (found[0] if return_dict else found[0].text for found in stream)
-        elif not return_dict:
-            stream = ([hypothesis.text for hypothesis in found] for found in stream)
-        if isinstance(texts, str):
-            return list(stream)[0]
-        return stream if isinstance(texts, Iterator) else list(stream)
+            found = (hypotheses[0] for hypotheses in found)
+        if isinstance(texts, Iterator):
+            return found
+        return list(found)[0] if isinstance(texts, str) else list(found)
 
-    @torch.inference_mode()
     def search(self, input_ids, attention_mask=None, *, prefix=None, alignment=False, **options):
-        """The best translations of a batch of sources (B, S): for each the `n_best` ended hypotheses, best first.
+        """The best translations of a batch of sources (B, S): for each the `n_best` hypotheses, best first.
 
         Args:
             prefix: token ids that the hypotheses of all sources begin with, or a list of them for each source.
@@ -528,72 +559,20 @@ class TranslationMixin:
 
         The search ends when it is certain that going on could not change its result: see `Beams.done`.
         """
-        training = self.training
-        self.eval()
-        try:
-            found = self._search(input_ids, attention_mask, prefix, SearchOptions(**options))
-            if alignment:
-                self._align(input_ids, attention_mask, found)
-            return found
-        finally:
-            self.train(training)
-
-    def _search(self, input_ids, attention_mask, prefix, options):
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        used = attention_mask.any(0)
-        input_ids, attention_mask = input_ids[:, used], attention_mask[:, used]
-        lengths = attention_mask.sum(1)
-        limit = lengths + 50 if options.max_new_tokens is None else torch.full_like(lengths, options.max_new_tokens)
-        sources = [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
-        longest = int(limit.max())
-        uniform = uniform_draws(sources, options.beams, longest, options.seed).to(limit.device) if options.do_sample else None
-        attention_mask = None if attention_mask.all() else attention_mask
-
-        with FastProducts():
-            memory = self.model.encoder(input_ids, attention_mask).last_hidden_state
-        decoder = IncrementalDecoder(self.model.decoder, memory, attention_mask, longest)
-        beams = Beams(self.config, options, limit, self._forced(prefix, len(limit), limit), uniform)
-        head = projection(self.lm_head)
-        found = [None] * len(limit)
-        while len(beams.limit):
-            beams.advance(decoder.step(beams.tokens[..., -1], beams.parents), head)
-            done = beams.done()
-            if done.any():
-                for i, hypotheses in zip(beams.sentence[done].tolist(), beams.hypotheses(done), strict=True):
-                    found[i] = hypotheses
-                stay = int((~done).sum())
-                rows = done[:stay].nonzero()[:, 0], (~done[stay:]).nonzero()[:, 0] + stay
-                beams.leave(rows, stay)
-                decoder.leave(rows, stay)
+        options = SearchOptions(**options)
+        prefix = forced_tokens(prefix, len(input_ids), self.config.eos_token_id).to(input_ids.device)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.long()
+        used = mask.any(0)
+        with inference(self):
+            found = beam_search(self, input_ids[:, used], mask[:, used], prefix, options)
+            for ids, hypotheses in zip(input_ids if alignment else (), found, strict=False):
+                source = ids[ids != self.config.pad_token_id]
+                for hypothesis in hypotheses:
+                    cross = self._attend(source[None], hypothesis.tokens).cross_attentions
+                    weights = cross[-2:][0][0].mean(0)[:, : max(1, len(source) - 1)]  # none to </s>
+                    hypothesis.alignment = weights.argmax(-1).tolist()
         return found
 
-    def _forced(self, prefix, R, limit):
-        """Prefixes as a tensor (R, longest), -1 where a token is free."""
-        if prefix is None:
-            prefix = []
-        if not prefix or isinstance(prefix[0], int):
-            prefix = [list(prefix)] * R
-        for tokens in prefix:
-            if self.config.eos_token_id in tokens:
-                raise ValueError(f"prefix={tokens} holds the end of sentence {self.config.eos_token_id}")
-        rows = [torch.tensor(tokens, dtype=torch.long) for tokens in prefix]
-        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(limit.device)
-
-    def _align(self, input_ids, attention_mask, found):
-        for ids, mask, hypotheses in zip(input_ids, attention_mask if attention_mask is not None else repeat(None), found):
-            source = (ids if mask is None else ids[mask.bool()])[None]
-            for hypothesis in hypotheses:
-                cross = self._attend(source, hypothesis.tokens).cross_attentions
-                weights = cross[-2:][0][0].mean(0)[:, : max(1, source.shape[1] - 1)]
-                hypothesis.alignment = weights.argmax(-1).tolist()
-
-    def _attend(self, source, target):
-        """All attention weights where the target (a list of ids) is given; query t predicts target token t."""
-        start = torch.tensor([[self.config.decoder_start_token_id, *target][: max(1, len(target))]], device=self.device)
-        return self(source, decoder_input_ids=start, output_attentions=True, use_cache=False, return_dict=True)
-
-    @torch.inference_mode()
     def attention_map(self, source, target=None, *, tokenizer):
         """The attention weights between the tokens of a text and of its translation, made here if not given.
 
@@ -601,22 +580,22 @@ class TranslationMixin:
             >>> model.attention_map("A dog runs.", tokenizer=tokenizer).cross.shape  # doctest: +SKIP
             torch.Size([6, 8, 5, 5])
         """
-        training = self.training
-        self.eval()
-        try:
-            source = torch.tensor([tokenizer(source).input_ids], device=self.device)
-            target = self.search(source)[0][0].tokens if target is None else tokenizer(target).input_ids
+        source = tokenizer(source, return_tensors="pt").input_ids.to(self.device)
+        target = self.search(source)[0][0].tokens if target is None else tokenizer(target).input_ids
+        with inference(self):
             output = self._attend(source, target)
-        finally:
-            self.train(training)
-        label = [tokenizer.decode([i]).replace(" ", "▁") for i in (*source[0].tolist(), self.config.decoder_start_token_id, *target)]
-        S = source.shape[1]
-        return AttentionMap(
-            label[:S],
-            label[S:-1],
-            label[S + 1 :],
-            *(torch.cat(w).float().cpu() for w in (output.encoder_attentions, output.decoder_attentions, output.cross_attentions)),
+        start = self.config.decoder_start_token_id
+        source, read, said = (
+            [tokenizer.decode([i]).replace(" ", "▁") for i in ids]
+            for ids in (source[0].tolist(), [start, *target[:-1]], target)
         )
+        weights = output.encoder_attentions, output.decoder_attentions, output.cross_attentions
+        return AttentionMap(source, read, said, *(torch.cat(layers).float().cpu() for layers in weights))
+
+    def _attend(self, source, target):
+        """The model's output with all attention weights; query t predicts token t of the target, a list of ids."""
+        read = torch.tensor([[self.config.decoder_start_token_id, *target[:-1]]], device=source.device)
+        return self(source, decoder_input_ids=read, output_attentions=True, use_cache=False, return_dict=True)
 
 
 class TranslationJob:
@@ -631,62 +610,46 @@ class TranslationJob:
 
     def run(self, texts, prefixes):
         """Lists of hypotheses in the order of the texts."""
-        pairs = zip(texts, prefixes)
-        first = 0
+        pairs, first = zip(texts, prefixes, strict=False), 0
         while window := list(islice(pairs, self.WINDOW)):
             yield from self.translate(window, first)
             first += len(window)
-        if self.cut:
-            warnings.warn(f"sources cut at {self.limit} tokens: {some(self.cut)}", stacklevel=3)
-        if self.unfinished:
-            warnings.warn(f"translations that hit the length limit: {some(self.unfinished)}", stacklevel=3)
+        for what, where in (f"sources cut at {self.limit} tokens", self.cut), ("translations cut", self.unfinished):
+            if where:
+                more = f" and {len(where) - 20} more" if len(where) > 20 else ""
+                warnings.warn(f"{what}: {', '.join(map(str, where[:20]))}{more}", stacklevel=3)
 
     def translate(self, window, first):
         sources = [self.encode(text, first + i) for i, (text, _) in enumerate(window)]
-        found = [[Hypothesis([], text="")] if source is None else None for source in sources]
+        found = [[Hypothesis([], text="")]] * len(window)
         for batch in self.batches(sources):
-            prefix = [self.prefix(window[i][1]) for i in batch]
+            prefix = [self.tokenizer(window[i][1] or "", add_special_tokens=False).input_ids for i in batch]
             for i, hypotheses in zip(batch, self.search([sources[i] for i in batch], prefix), strict=True):
                 found[i] = hypotheses
-                if not hypotheses[0].finished:
-                    self.unfinished.append(first + i)
+        self.unfinished += [first + i for i, hypotheses in enumerate(found) if not hypotheses[0].finished]
         return found
 
     def encode(self, text, index):
-        """Token ids that end in </s>, or None for a blank text."""
-        ids = self.tokenizer(text, verbose=False).input_ids if text.strip() else []
-        if len(ids) < 2:
-            return None
+        """Token ids that end in </s>; none for a blank text."""
+        ids = self.tokenizer(text, verbose=False).input_ids
         if len(ids) > self.limit:
             self.cut.append(index)
             ids = [*ids[: self.limit - 1], ids[-1]]
-        return ids
-
-    def prefix(self, text):
-        return self.tokenizer(text, add_special_tokens=False).input_ids if text else []
+        return ids if text.strip() else []
 
     def batches(self, sources):
-        """Indices of sources of like length, longest first; what is blank is in no batch."""
-        order = sorted((i for i, ids in enumerate(sources) if ids is not None), key=lambda i: -len(sources[i]))
+        """Indices of sources of like length, longest first, blank ones left out."""
+        order = sorted((i for i, ids in enumerate(sources) if len(ids) > 1), key=lambda i: -len(sources[i]))
         while order:
             size = max(1, self.batch_tokens // len(sources[order[0]]))
             yield order[:size]
             order = order[size:]
 
     def search(self, sources, prefix):
-        rows = [torch.tensor(ids) for ids in sources]
-        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.model.config.pad_token_id)
-        mask = torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows])
-        device = self.model.device
-        found = self.model.search(
-            ids.to(device), mask.to(device), prefix=prefix, alignment=self.alignment, **vars(self.options)
-        )
-        for hypotheses in found:
-            for hypothesis in hypotheses:
-                hypothesis.text = self.tokenizer.decode(hypothesis.tokens, skip_special_tokens=True)
+        ids = pad_sequence([torch.tensor(ids) for ids in sources], True, self.model.config.pad_token_id)
+        mask = torch.arange(ids.shape[1]) < torch.tensor([[len(ids)] for ids in sources])
+        ids, mask = ids.to(self.model.device), mask.to(self.model.device)
+        found = self.model.search(ids, mask, prefix=prefix, alignment=self.alignment, **vars(self.options))
+        for hypothesis in (hypothesis for hypotheses in found for hypothesis in hypotheses):
+            hypothesis.text = self.tokenizer.decode(hypothesis.tokens, skip_special_tokens=True)
         return found
-
-
-def some(indices, most=20):
-    """The first of a long list, for a message."""
-    return ", ".join(map(str, indices[:most])) + (f" and {len(indices) - most} more" if len(indices) > most else "")

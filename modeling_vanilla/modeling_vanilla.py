@@ -746,7 +746,8 @@ class VanillaForConditionalGeneration(VanillaPreTrainedModel, TranslationMixin, 
             **kwargs,
         )
         if skip_logits is None:
-            skip_logits = self.training and labels is not None
+            # An adapter in the place of lm_head has to be run: its weight alone is not what it computes.
+            skip_logits = self.training and labels is not None and isinstance(self.lm_head, nn.Linear)
         x = output.last_hidden_state
         logits = None if skip_logits else self.lm_head(x)
         loss = None if labels is None else self.loss(x, logits, labels, num_items_in_batch)

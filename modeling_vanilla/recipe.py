@@ -45,6 +45,7 @@ class Recipe:
     deduplicate: bool = flag(False, "keep each training pair once")
     remove_overlap: bool = flag(False, "drop training pairs that occur in the validation or test data")
     preprocessing_num_workers: int | None = flag(None, "processes that tokenise")
+    dataloader_num_workers: int = flag(1, "processes that prepare batches; --bpe_dropout can occupy several")
 
     # Tokenizer and model
     tokenizer_name: str | None = flag(None, "tokenizer folder; without it one is trained on the training data")
@@ -120,7 +121,7 @@ class Recipe:
             self.do_train, self.do_eval, self.do_predict = True, True, True
         positive = ("tokens_per_update", "max_tokens_per_device", "logging_steps", "eval_steps", "save_steps")
         limits = ("max_steps", "num_train_epochs", "max_minutes", "early_stopping_patience", "average_checkpoints")
-        for name in (*positive, *limits, "warmup_steps"):
+        for name in (*positive, *limits, "warmup_steps", "dataloader_num_workers"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise InputError(f"--{name} {getattr(self, name)}: give a positive number")
         for name in ("bpe_dropout", "source_word_dropout", "target_word_dropout", "ema_decay"):

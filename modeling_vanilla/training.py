@@ -11,7 +11,6 @@ depend on its number alone. So nothing but that number, the weights and Adam's m
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -20,8 +19,7 @@ import signal
 import sys
 import time
 import warnings
-from collections import Counter, deque
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +27,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DistributedType, gather_object
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from . import checkpoints, data, metrics, optimization
@@ -36,7 +35,6 @@ from .batching import UpdatePlan, collate, token_batches
 from .errors import InputError, Stopped
 
 
-AHEAD = 2  # updates prepared in the background
 LAUNCH_TOKENS = {"cpu": 128, "cuda": 4096}  # padding worth less than another batch, see UpdatePlan
 PATIENCE = 5  # non-finite updates in a row that end the run
 UNLIMITED = 10**9  # updates of a run that only the clock or an evaluation ends
@@ -86,7 +84,7 @@ def accelerator(recipe):
     if accelerator.distributed_type in sharded or accelerator.num_processes < world:
         raise InputError(
             f"{world} processes of the kind {accelerator.distributed_type.value}: every device must hold the whole "
-            "model (the paper's big one takes 3.4 GB with Adam's moments); use torchrun or accelerate launch --multi_gpu"
+            "model (3.4 GB for the paper's big one with its moments); use torchrun or accelerate launch --multi_gpu"
         )
     return accelerator
 
@@ -105,17 +103,8 @@ class Training:
         optimizer = optimization.optimizer(model, 0.0, (recipe.adam_beta1, recipe.adam_beta2), recipe.adam_epsilon)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.ema = optimization.ExponentialMovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
-        self.reader = data.PairReader(
-            self.train,
-            splits.train,
-            tokenizer,
-            model.config,
-            recipe,
-            self.plan,
-            accelerator.process_index,
-            accelerator.num_processes,
-            pin=accelerator.device.type == "cuda",
-        )
+        place = accelerator.process_index, accelerator.num_processes
+        self.reader = data.PairReader(self.train, splits.train, tokenizer, model.config, recipe, self.plan, *place)
         data_hash = hashlib.sha256(self.plan.lengths.tobytes()).hexdigest()
         self.progress = Progress(total_updates=planned_updates(recipe, self.plan), data=data_hash)
         self.seconds = Counter()  # phase -> seconds of this process
@@ -136,8 +125,7 @@ class Training:
         self.started = time.perf_counter() - self.progress.seconds
         self.model.train()
         try:
-            with self.signals(), self.bar() as bar, ThreadPoolExecutor(1) as worker:
-                batches = self.batches(worker)
+            with self.signals(), self.bar() as bar, contextlib.closing(self.batches()) as batches:
                 while not self.done():
                     self.update(next(batches))
                     self.after_update(bar)
@@ -157,15 +145,26 @@ class Training:
 
     # -- one update ---------------------------------------------------------------------------------------------------
 
-    def batches(self, worker):
-        """This device's micro-batches, update by update, prepared by a background thread."""
-        first = self.progress.update
-        ahead = deque(worker.submit(self.reader.update, n) for n in range(first, first + AHEAD))
-        for n in itertools.count(first + AHEAD):
-            with self.phase("waiting for data"):
-                batches = ahead.popleft().result()
-            ahead.append(worker.submit(self.reader.update, n))
-            yield batches
+    def batches(self):
+        """This device's micro-batches, update by update, prepared by processes in the background."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # or `tokenizers` warns of the fork
+        loader = DataLoader(
+            self.reader,
+            batch_size=None,
+            sampler=range(self.progress.update, UNLIMITED),
+            num_workers=self.recipe.dataloader_num_workers,
+            multiprocessing_context="fork" if sys.platform == "linux" else None,  # not to import everything again
+            worker_init_fn=ignore_signals,
+            pin_memory=self.accelerator.device.type == "cuda",
+        )
+        updates = iter(loader)
+        try:
+            while True:
+                with self.phase("waiting for data"):
+                    batches = next(updates)
+                yield batches
+        finally:
+            del updates  # ends the processes
 
     def update(self, batches):
         """One step of Adam on the mean loss over all target tokens of the update, on however many devices."""
@@ -501,6 +500,12 @@ def planned_updates(recipe, plan):
     if recipe.num_train_epochs is not None:
         limits.append(max(1, round(recipe.num_train_epochs * plan.updates_per_epoch)))
     return min((limit for limit in limits if limit is not None), default=UNLIMITED)
+
+
+def ignore_signals(worker):
+    """For processes that prepare data: the training process, which gets the same signals, ends them in the end."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def r_drop_loss(model, batch, tokens, alpha):

@@ -50,7 +50,7 @@ def rows(batches):
 
 def epoch_of(reader, epoch=0):
     first = epoch * reader.plan.updates_per_epoch
-    return [row for n in range(reader.plan.updates_per_epoch) for row in rows(reader.update(first + n))]
+    return [row for n in range(reader.plan.updates_per_epoch) for row in rows(reader[first + n])]
 
 
 # -- splitting --------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_every_pair_occurs_once_an_epoch_on_any_number_of_devices(tokenizer, num
         seen = [row for reader in readers for row in epoch_of(reader, epoch)]
         assert sorted(([*source], [*labels]) for source, _, labels in seen) == [tuple(pair) for pair in expected]
     for n in range(readers[0].plan.updates_per_epoch):
-        assert len({len(reader.update(n)) for reader in readers}) == 1
+        assert len({len(reader[n]) for reader in readers}) == 1
 
 
 NOISE = {"bpe_dropout": 0.3, "source_word_dropout": 0.2, "target_word_dropout": 0.1}

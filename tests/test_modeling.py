@@ -515,6 +515,8 @@ def test_missing_double_and_unknown_arguments_are_refused(model):
         model(decoder_input_ids=tokens(1, 3))
     with pytest.raises(ValueError, match="token ids or embeddings"):
         model(tokens(1, 3), inputs_embeds=torch.zeros(1, 3, 32), decoder_input_ids=tokens(1, 3))
+    with pytest.raises(ValueError, match="2 columns"):
+        model(tokens(1, 3), decoder_input_ids=tokens(1, 3), decoder_attention_mask=torch.ones(1, 2))
 
 
 def test_no_argument_is_named_as_generate_would_fill_it():

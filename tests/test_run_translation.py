@@ -75,20 +75,21 @@ def test_a_killed_run_ends_as_one_that_was_not_and_says_when_it_is_finished(corp
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments_change_nothing(corpus, uninterrupted, tmp_path):
-    folder, draw, killed = tmp_path / "out", random.Random(1), 0
-    while killed < 10:
+def test_ten_kills_at_random_moments_change_nothing(corpus, tmp_path):
+    folder, whole, draw = tmp_path / "out", tmp_path / "whole", random.Random(1)
+    Run(*flags(corpus, whole, max_steps=120)).finish()
+    for _ in range(10):
         if draw.random() < 0.5:  # about to wait for the disk, in a checkpoint or elsewhere
-            run = Run(*flags(corpus, folder), die_at_flush=draw.randint(1, 40))
+            run = Run(*flags(corpus, folder, max_steps=120), die_at_flush=draw.randint(1, 50))
         else:
-            goal = lines_written(folder) + draw.randint(-3, 3)
-            run = Run(*flags(corpus, folder))
-            run.when(lambda run=run, goal=goal: "going on" in run.text() and lines_written(folder) > goal)
-            run.signal(signal.SIGKILL)
-        killed += run.wait() == [-signal.SIGKILL]
-    Run(*flags(corpus, folder)).finish()
-    assert log(folder) == log(uninterrupted)
-    assert result(folder) == result(uninterrupted)
+            run = Run(*flags(corpus, folder, max_steps=120))
+            run.when(lambda run=run: "update/s" in run.text())
+            goal = lines_written(folder) + draw.randint(0, 7)
+            run.when(lambda goal=goal: lines_written(folder) > goal).signal(signal.SIGKILL)
+        assert run.wait() == [-signal.SIGKILL], run.text()
+    Run(*flags(corpus, folder, max_steps=120)).finish()
+    assert log(folder) == log(whole) and log(folder)[-1]["update"] == 120
+    assert result(folder) == result(whole)
 
 
 def test_signals_and_a_full_disk_stop_with_a_checkpoint_to_go_on_from(corpus, uninterrupted, tmp_path):
