@@ -35,7 +35,10 @@ def main():
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
     model, sources = trained(args) if args.model else untrained(args)
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, ctranslate2 {ctranslate2.__version__}, ", end="")
+    print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, ctranslate2 {ctranslate2.__version__}, ",
+        end="",
+    )
     print(f"{args.threads} threads, {args.model or args.preset}, {len(sources)} sentences\n")
     engines = {"ours": ours(model), "stock generate": stock(model), **marian(model), **ctranslate(model, args.threads)}
     print(f"| | {' | '.join(engines)} |\n|---|{'---|' * len(engines)}")
@@ -115,13 +118,18 @@ def ours(model):
         ids, mask = padded(sources)
         limits = {"max_new_tokens": length, "min_new_tokens": length} if length else {}
         found = model.search(ids, mask, num_beams=beams, suppress_tokens=(3,), **limits)
-        return [[token for token in hypotheses[0].tokens if token != model.config.eos_token_id] for hypotheses in found]
+        return [
+            [token for token in hypotheses[0].tokens if token != model.config.eos_token_id] for hypotheses in found
+        ]
 
     return translate
 
 
 def stock(model):
-    config, suppress = model.config, sorted({0, 1, 3, model.config.decoder_start_token_id} - {model.config.eos_token_id})
+    config, suppress = (
+        model.config,
+        sorted({0, 1, 3, model.config.decoder_start_token_id} - {model.config.eos_token_id}),
+    )
 
     def translate(sources, beams, length):
         ids, mask = padded(sources)
@@ -130,7 +138,10 @@ def stock(model):
             ids, attention_mask=mask, num_beams=beams, do_sample=False, suppress_tokens=suppress,
             max_new_tokens=longest, min_new_tokens=length or 0, length_penalty=0.6,
         )  # fmt: skip
-        return [[token for token in row if token not in (config.pad_token_id, config.eos_token_id)] for row in found[:, 1:].tolist()]
+        return [
+            [token for token in row if token not in (config.pad_token_id, config.eos_token_id)]
+            for row in found[:, 1:].tolist()
+        ]
 
     return translate
 
@@ -141,7 +152,11 @@ def marian(model):
     if config.position_layout != "concatenated" or config.norm_position != "post" or not config.shares_all_embeddings:
         return {}
     names = "vocab_size d_model encoder_layers decoder_layers encoder_attention_heads decoder_attention_heads encoder_ffn_dim decoder_ffn_dim activation_function max_position_embeddings pad_token_id bos_token_id eos_token_id decoder_start_token_id"
-    twin = MarianMTModel(MarianConfig(**{name: getattr(config, name) for name in names.split()}, scale_embedding=True, forced_eos_token_id=None))
+    twin = MarianMTModel(
+        MarianConfig(
+            **{name: getattr(config, name) for name in names.split()}, scale_embedding=True, forced_eos_token_id=None
+        )
+    )
     missing, _ = twin.load_state_dict(model.state_dict(), strict=False)
     if unknown := [name for name in missing if "embed_positions" not in name and name != "final_logits_bias"]:
         raise ValueError(f"MarianMT has weights that the model lacks: {unknown}")
@@ -180,7 +195,9 @@ def ctranslate(model, threads):
     with tempfile.TemporaryDirectory() as folder:
         spec.save(folder)
         return {
-            f"CTranslate2 {kind}": ctranslate_engine(ctranslate2.Translator(folder, compute_type=kind, intra_threads=threads), tokens)
+            f"CTranslate2 {kind}": ctranslate_engine(
+                ctranslate2.Translator(folder, compute_type=kind, intra_threads=threads), tokens
+            )
             for kind in ("float32", "int8")
         }
 

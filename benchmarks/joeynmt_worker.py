@@ -6,6 +6,7 @@ Reads a number of updates a line, trains that many, and answers with target toke
 
 import sys
 import time
+from itertools import islice
 from types import SimpleNamespace
 
 import torch
@@ -25,10 +26,10 @@ def main():
     file, vocab_size, dropout, d_model, layers, heads, ffn_dim = sys.argv[1:]
     model = build(int(vocab_size), float(dropout), int(d_model), int(layers), int(heads), int(ffn_dim))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)
-    updates = [[joey_batch(batch) for batch in batches] for batches in torch.load(file)]
+    updates = iter([[joey_batch(batch) for batch in batches] for batches in torch.load(file)])
     for line in sys.stdin:
         tokens, start = 0, time.perf_counter()
-        for batches in updates[: int(line)]:
+        for batches in islice(updates, int(line)):
             tokens += update(model, optimizer, batches)
         print(tokens / (time.perf_counter() - start), flush=True)
 

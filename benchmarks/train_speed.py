@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=2 python benchmarks/train_speed.py --size tiny
 
 Updates of 4,096 target tokens with label smoothing; tokens are those that are learnt, padding is not counted. All
-systems run in turn, the same updates in every round, and the best round of each counts. JoeyNMT needs an environment
+systems run in turn, a few updates each, and the best round of each counts. JoeyNMT needs an environment
 of its own, whose Python `--joey` names: `pip install joeynmt "protobuf<3.21" importlib_metadata`.
 """
 
@@ -13,8 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,7 +54,7 @@ def main():
     tokenizer = tokenization.train((text for pair in pairs for text in pair.values()), args.vocab_size)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads\n")
     for size in SIZES if args.size == "all" else [args.size]:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(prefix="train_speed") as folder:
             report(size, *compare(size, pairs, tokenizer, folder, args))
 
 
@@ -82,7 +80,7 @@ def compare(size, pairs, tokenizer, folder, args):
         "Seq2SeqTrainer with MarianMTModel": Trainer(marian(config), tokenizer, ours.run.train, folder),
     }
     if args.joey.exists():
-        systems["JoeyNMT's model, same batches"] = Joey(args.joey, config, ours, UPDATES[size], folder)
+        systems["JoeyNMT's model, same batches"] = Joey(args.joey, config, ours, 1 + args.rounds * UPDATES[size], folder)
     else:
         print(f"without JoeyNMT: there is no {args.joey}")
     best, products = dict.fromkeys(systems, 0.0), 0.0
@@ -90,8 +88,9 @@ def compare(size, pairs, tokenizer, folder, args):
         systems[name](1)  # allocates memory, compiles kernels
     for _ in range(args.rounds):
         products = max(products, multiply_rate())
-        for name, system in systems.items():
-            best[name] = max(best[name], system(UPDATES[size]))
+        rates = {name: system(UPDATES[size]) for name, system in systems.items()}
+        print(*(f"{rate:,.0f}" for rate in rates.values()), file=sys.stderr)
+        best = {name: max(best[name], rate) for name, rate in rates.items()}
     return best, operations(config, ours.run.plan.lengths.mean(axis=0)), products
 
 
@@ -143,15 +142,13 @@ class Loop:
     def __init__(self, model, tokenizer, splits, folder):
         recipe = Recipe(output_dir=folder, tokens_per_update=TOKENS, do_train=True)
         self.run = Training(recipe, accelerator(recipe), model.train(), tokenizer, splits)
-        self.run.started, self.run.updates_here = time.perf_counter(), 0
+        self.run.started, self.batches = time.perf_counter(), self.run.batches()
 
     def __call__(self, updates):
-        self.run.progress.update, before = 0, self.run.progress.target_tokens
-        with ThreadPoolExecutor(1) as worker:
-            start = time.perf_counter()
-            for batches in islice(self.run.batches(worker), updates):
-                self.run.update(batches)
-            return (self.run.progress.target_tokens - before) / (time.perf_counter() - start)
+        before, start = self.run.progress.target_tokens, time.perf_counter()
+        for _ in range(updates):
+            self.run.update(next(self.batches))
+        return (self.run.progress.target_tokens - before) / (time.perf_counter() - start)
 
 
 class Learner(nn.Module):
@@ -272,7 +269,7 @@ class Joey:
 
     def __init__(self, python, config, loop, updates, folder):
         batches, fields = Path(folder, "batches.pt"), "d_model encoder_layers encoder_attention_heads encoder_ffn_dim"
-        torch.save([loop.run.reader.update(n) for n in range(updates)], batches)
+        torch.save([loop.run.reader[n] for n in range(updates)], batches)
         numbers = [str(getattr(config, name)) for name in f"vocab_size dropout {fields}".split()]
         worker = Path(__file__).with_name("joeynmt_worker.py")
         command = [python, worker, batches, *numbers]

@@ -26,7 +26,7 @@ class VanillaConfig(PretrainedConfig):
         encoder_ffn_dim, decoder_ffn_dim: d_ff.
         activation_function: "relu" in the paper; any name that transformers knows.
         dropout: P_drop, on each sub-layer's output and on embedding + position (§5.4).
-        attention_dropout, activation_dropout: on attention weights and inside the feed-forward network; the paper has none.
+        attention_dropout, activation_dropout: on attention weights and inside the feed-forward net; none in the paper.
         max_position_embeddings: length of the precomputed table; longer input is computed from the formula.
         position_layout: "interleaved" (sine at even, cosine at odd dimensions: §3.5) or "concatenated" (sines, then
             cosines: tensor2tensor, Marian).

@@ -284,7 +284,7 @@ class Beams:
         self.suppressed = torch.tensor(sorted(specials), device=limit.device)
         self.size = max(1, self.LOGITS // (config.vocab_size * options.beams))
         self.limit, self.prefix, self.uniform = limit, prefix, uniform
-        self.largest_penalty = options.penalty(limit).clamp_min(options.penalty(1))
+        self.limit_penalty = options.penalty(limit)
         self.sentence = torch.arange(len(limit), device=limit.device)
         self.tokens = limit.new_full((len(limit), 1, 1), self.start)
         self.parents = limit.new_zeros(len(limit), 1)
@@ -388,8 +388,8 @@ class Beams:
     def done(self):
         """Which sentences are decided (R,).
 
-        Log P of an open hypothesis can only fall, so log P over the largest penalty that the length limit allows bounds
-        the score of all that may become of it. When no open hypothesis has a bound above the `n_best`-th score reached,
+        Log P of an open hypothesis can only fall, so log P over the largest penalty that is still to come bounds the
+        score of all that may become of it. When no open hypothesis has a bound above the `n_best`-th score reached,
         no longer search could change the result. Stock generate() assumes instead that nothing gains by growing, but
         waits for `num_beams` hypotheses.
         """
@@ -399,7 +399,8 @@ class Beams:
             return over
         if self.options.length_normalization == "huggingface":
             return over | (best / self.options.penalty(n) <= self.ended_rank[:, -1])
-        return over | (best / self.largest_penalty <= self.ended_rank[:, self.options.n_best - 1])
+        largest_penalty = self.limit_penalty.clamp_min(self.options.penalty(n + 1))
+        return over | (best / largest_penalty <= self.ended_rank[:, self.options.n_best - 1])
 
     def results(self, rows):
         """The best ended hypotheses of each of the rows."""
@@ -614,7 +615,10 @@ class TranslationJob:
         while window := list(islice(pairs, self.WINDOW)):
             yield from self.translate(window, first)
             first += len(window)
-        for what, where in (f"sources cut at {self.limit} tokens", self.cut), ("translations cut", self.unfinished):
+        for what, where in (
+            (f"sources cut at {self.limit} tokens", self.cut),
+            ("translations cut at the length limit", self.unfinished),
+        ):
             if where:
                 more = f" and {len(where) - 20} more" if len(where) > 20 else ""
                 warnings.warn(f"{what}: {', '.join(map(str, where[:20]))}{more}", stacklevel=3)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # for transformers, which copies the files named in relative 
 CACHE = "cache" if "cache" in {field.name for field in dataclasses.fields(Seq2SeqLMOutput)} else "past_key_values"
 
 
-# -- 3.2.1 Scaled Dot-Product Attention --------------------------------------------------------------------------------
+# -- 3.2.1 Scaled Dot-Product Attention -------------------------------------------------------------------------------
 
 
 def attention(q, k, v, mask=None, dropout=0.0):
@@ -55,7 +55,7 @@ def attention(q, k, v, mask=None, dropout=0.0):
     return F.dropout(weights, dropout) @ v, weights
 
 
-# -- 3.2.2 Multi-Head Attention ----------------------------------------------------------------------------------------
+# -- 3.2.2 Multi-Head Attention ---------------------------------------------------------------------------------------
 
 
 class MultiHead(nn.Module):
@@ -78,7 +78,7 @@ class MultiHead(nn.Module):
         return self.split(self.k_proj(x)), self.split(self.v_proj(x))
 
     def forward(self, x, memory=None, mask=None, causal=False, cache=None, cache_position=None, weights=None):
-        """Attend from x (B, T, D) to memory (B, S, D), or to x itself; `weights` is a list that collects the weights."""
+        """Attend from x (B, T, D) to memory (B, S, D), or to x itself; the list `weights` collects the weights."""
         q = self.split(self.q_proj(x))
         if cache is None:
             k, v = self.keys_values(x if memory is None else memory)
@@ -106,7 +106,7 @@ class MultiHead(nn.Module):
         return layer.keys, layer.values
 
 
-# -- 3.2.3 Where a query may look --------------------------------------------------------------------------------------
+# -- 3.2.3 Where a query may look -------------------------------------------------------------------------------------
 
 
 def additive(may_look, x):
@@ -128,7 +128,7 @@ def causal_mask(queries, keys, x, past=0, attention_mask=None):
     return additive(may_look.expand(1, 1, queries, keys) if may_look.dim() == 2 else may_look, x)
 
 
-# -- 3.3 Position-wise Feed-Forward Networks ---------------------------------------------------------------------------
+# -- 3.3 Position-wise Feed-Forward Networks --------------------------------------------------------------------------
 
 
 def feed_forward(layer, x):
@@ -136,7 +136,7 @@ def feed_forward(layer, x):
     return layer.fc2(dropout(layer.activation(layer.fc1(x)), layer.config.activation_dropout, layer.training))
 
 
-# -- 3.5 Positional Encoding -------------------------------------------------------------------------------------------
+# -- 3.5 Positional Encoding ------------------------------------------------------------------------------------------
 
 
 def sinusoids(length, d_model, layout="interleaved"):
@@ -178,7 +178,7 @@ class Positions(nn.Module):
         return table[positions]
 
 
-# -- 5.4 Residual Dropout ----------------------------------------------------------------------------------------------
+# -- 5.4 Residual Dropout ---------------------------------------------------------------------------------------------
 
 
 class IntegerDropout(torch.autograd.Function):
@@ -205,7 +205,7 @@ def dropout(x, p, training):
     return IntegerDropout.apply(x, p) if x.device.type == "cpu" else F.dropout(x, p)
 
 
-# -- 3.1 Encoder and Decoder Stacks ------------------------------------------------------------------------------------
+# -- 3.1 Encoder and Decoder Stacks -----------------------------------------------------------------------------------
 
 
 class VanillaLayer(GradientCheckpointingLayer):
@@ -274,7 +274,7 @@ class VanillaDecoderLayer(VanillaLayer):
         return self.residual(x, self.final_layer_norm, lambda x: feed_forward(self, x))
 
 
-# -- What transformers needs to know -----------------------------------------------------------------------------------
+# -- What transformers needs to know ----------------------------------------------------------------------------------
 
 
 class VanillaPreTrainedModel(PreTrainedModel):
@@ -435,7 +435,7 @@ class VanillaDecoder(VanillaStack):
         output_hidden_states=None,
         return_dict=None,
     ):
-        """Decode; attention_mask is (B, past + T), or the four-dimensional mask that a static cache brings, or None."""
+        """Decode; attention_mask is (B, past + T), or the four-dimensional mask of a static cache, or None."""
         want_weights, want_states, want_dict = self.flags(output_attentions, output_hidden_states, return_dict)
         cache = self.open_cache(past_key_values, use_cache)
         T = length_of(input_ids, inputs_embeds)
@@ -458,7 +458,7 @@ class VanillaDecoder(VanillaStack):
         return output if want_dict else output.to_tuple()
 
     def open_cache(self, cache, use_cache):
-        """The cache to read and extend, or None: in training nothing reads one, and recomputed layers would extend it twice."""
+        """The cache to read and extend, or None: training needs none, and recomputed layers would extend it twice."""
         if self.training and torch.is_grad_enabled():
             return None if self.gradient_checkpointing else cache
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
@@ -466,7 +466,7 @@ class VanillaDecoder(VanillaStack):
         return cache
 
     def look(self, attention_mask, T, cache):
-        """The mask to add (None: causal), the positions, where in the cache the new keys go, and the longest length."""
+        """The mask to add (None: causal), positions, where in the cache the new keys go, and the longest length."""
         device = self.device
         past = 0 if cache is None else cache.get_seq_length()
         cache_position = torch.arange(T, device=device) + past
@@ -494,7 +494,7 @@ def static_length(cache):
     return cache.get_max_length() if hasattr(cache, "get_max_length") else cache.get_max_cache_shape()
 
 
-# -- 3 Model Architecture ----------------------------------------------------------------------------------------------
+# -- 3 Model Architecture ---------------------------------------------------------------------------------------------
 
 
 class VanillaModel(VanillaPreTrainedModel):
@@ -595,7 +595,7 @@ def refuse_unknown(kwargs):
         raise TypeError(f"forward() got unexpected keyword arguments: {', '.join(unknown)}")
 
 
-# -- 5.4 Label Smoothing -----------------------------------------------------------------------------------------------
+# -- 5.4 Label Smoothing ----------------------------------------------------------------------------------------------
 
 
 class SmoothedCrossEntropy(torch.autograd.Function):
@@ -650,7 +650,7 @@ def as_autocast(x):
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-# -- The translation model ---------------------------------------------------------------------------------------------
+# -- The translation model --------------------------------------------------------------------------------------------
 
 
 class VanillaForConditionalGeneration(VanillaPreTrainedModel, TranslationMixin, GenerationMixin):
@@ -718,7 +718,7 @@ class VanillaForConditionalGeneration(VanillaPreTrainedModel, TranslationMixin, 
         """Loss and logits (B, T, V); the other arguments are those of `VanillaModel.forward`.
 
         Args:
-            labels: (B, T), -100 where nothing is to be predicted; decoder_input_ids are derived from them if not given.
+            labels: (B, T), -100 where nothing is to be predicted; decoder_input_ids come from them if not given.
             num_items_in_batch: divide the summed loss by this number instead of by the tokens of this batch, which
                 makes accumulated gradients equal to those of one large batch.
             skip_logits: return no logits, so that those of padding are not even computed and the memory stays bounded;
@@ -756,7 +756,7 @@ class VanillaForConditionalGeneration(VanillaPreTrainedModel, TranslationMixin, 
         return result if return_dict else result.to_tuple()
 
     def loss(self, x, logits, labels, num_items=None):
-        """Cross-entropy of the labels that are not -100 (0 if none is), from x if there are no logits: scalar float32."""
+        """Cross-entropy of the labels that are not -100 (0 if none is), from x without logits: scalar float32."""
         kept = labels != -100
         divisor = kept.sum().clamp_min(1) if num_items is None else num_items
         eps = self.config.label_smoothing if self.training else 0.0

@@ -132,7 +132,7 @@ def test_bpe_dropout_changes_the_pieces_but_not_the_text(tokenizer):
     texts = {tuple(tokenizer.batch_decode([source, labels], skip_special_tokens=True)) for source, _, labels in seen}
     assert texts == set(PAIRS)
     usual = sum(len(tokenizer(text).input_ids) for pair in PAIRS for text in pair)
-    assert sum(len(source) + len(labels) for source, _, labels in seen) > 1.1 * usual
+    assert sum(len(source) + len(labels) for source, _, labels in seen) > 1.05 * usual
     assert all(inputs == (1, *labels[:-1]) for _, inputs, labels in seen)
 
 
