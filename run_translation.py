@@ -80,7 +80,7 @@ def main():
         hub.create_repository(recipe.hub_model_id, private=recipe.hub_private_repo)
     set_seed(recipe.seed)
     with accelerator.main_process_first():
-        if claim_output_dir(recipe, overrides) == "finished":
+        if claim_output_dir(recipe, overrides, accelerator.is_main_process) == "finished":
             return report_finished(recipe, accelerator)
         splits = data.load(recipe)
         tokenizer = build_tokenizer(recipe, splits.train)
@@ -92,8 +92,11 @@ def main():
     accelerator.end_training()
 
 
-def claim_output_dir(recipe, overrides):
-    """Make the output folder ours: "new", "begun" or "finished"; refuse one that holds something else."""
+def claim_output_dir(recipe, overrides, write=True):
+    """Make the output folder ours: "new", "begun" or "finished"; refuse one that holds something else.
+
+    Of several processes the first one has done so; the others do not `write`.
+    """
     if recipe.output_dir is None:
         if recipe.do_train or not Path(recipe.model_name_or_path or "").is_dir():
             raise InputError("--output_dir is missing: name a folder for the result")
@@ -118,8 +121,9 @@ def claim_output_dir(recipe, overrides):
     results = folder / "all_results.json"
     if results.exists() and all(before[name] == now[name] for name in LENGTH):
         return "finished"
-    results.unlink(missing_ok=True)
-    write_json(file, now)
+    if write:
+        results.unlink(missing_ok=True)
+        write_json(file, now)
     return "begun"
 
 

@@ -51,6 +51,14 @@ class UpdatePlan:
         cuts = _split(self.lengths[pairs], num_devices, self.max_tokens_per_device, self.launch_tokens)
         return _level([[pairs[start:stop] for start, stop in share] for share in cuts])
 
+    def regroup(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """Return micro-batches, as places in `lengths` (N, 2), of pairs that BPE-dropout made longer than planned."""
+        longest, difference = lengths.max(axis=1), lengths[:, 0] - lengths[:, 1]
+        order = np.lexsort((np.where(longest & 1, difference, -difference), longest))
+        limit = max(self.max_tokens_per_device, longest.max())
+        (cuts,), _ = _deal_out(lengths[order], 1, np.inf, limit, self.launch_tokens)
+        return [order[start:stop] for start, stop in cuts]
+
     def padding(self, epoch: int = 0, num_devices: int = 1) -> float:
         """Return which share of the tokens computed in an epoch, source and target together, is padding."""
         padded = 0

@@ -143,20 +143,24 @@ class PairReader:
 
     def __getitem__(self, n):
         """This device's micro-batches of update n: dictionaries of tensors (see `batching.collate`)."""
-        shares = self.plan.update(n, self.num_devices)
-        epoch = n // self.plan.updates_per_epoch
-        filler = next(rows for share in shares for rows in share if len(rows))[:1]
-        return [self.batch(rows, filler, epoch) for rows in shares[self.device]]
+        shares, epoch = self.plan.update(n, self.num_devices), n // self.plan.updates_per_epoch
+        mine = [rows for rows in shares[self.device] if len(rows)]
+        if not mine:  # every device takes part in the reduction of gradients, this one with zeros
+            first = next(rows for share in shares for rows in share if len(rows))[:1]
+            batch = self.batch(first, self.pairs(first, epoch), epoch)
+            return [batch | {"labels": batch["labels"].fill_(-100)}]
+        if self.segmenter is None:
+            return [self.batch(rows, self.pairs(rows, epoch), epoch) for rows in mine]
+        rows = np.concatenate(mine)
+        pairs = self.pairs(rows, epoch)
+        lengths = np.array([[len(pair["input_ids"]), len(pair["labels"])] for pair in pairs])
+        return [self.batch(rows[i], [pairs[j] for j in i], epoch) for i in self.plan.regroup(lengths)]
 
-    def batch(self, rows, filler, epoch):
-        chosen = rows if len(rows) else filler
-        pairs = self.pairs(chosen, epoch)
+    def batch(self, rows, pairs, epoch):
         batch = self.collate(pairs)
         if self.recipe.source_word_dropout or self.recipe.target_word_dropout:
-            noisy = [self.drop_words(pair, row, epoch) for row, pair in zip(chosen, pairs, strict=True)]
+            noisy = [self.drop_words(pair, row, epoch) for row, pair in zip(rows, pairs, strict=True)]
             batch = self.collate(noisy) | {"labels": batch["labels"]}
-        if not len(rows):
-            batch["labels"].fill_(-100)  # every device takes part in the reduction of gradients, this one with zeros
         return batch
 
     def collate(self, pairs):
@@ -166,17 +170,17 @@ class PairReader:
         """Token ids of the pairs, with BPE-dropout segmented anew in every epoch."""
         if self.segmenter is None:
             chosen = self.tokens[rows]
-            columns = chosen["input_ids"], chosen["labels"]
         else:
-            chosen = self.text[rows]
-            columns = (
-                [
-                    self.segmenter.encode(text, int(self.noise(row, side, epoch).integers(2**63)))
-                    for row, text in zip(rows, chosen[side], strict=True)
-                ]
-                for side in SIDES
-            )
+            text = self.text[rows]
+            chosen = {
+                name: [self.segment(line, row, side, epoch) for row, line in zip(rows, text[side], strict=True)]
+                for name, side in zip(("input_ids", "labels"), SIDES, strict=True)
+            }
+        columns = chosen["input_ids"], chosen["labels"]
         return [{"input_ids": source, "labels": target} for source, target in zip(*columns, strict=True)]
+
+    def segment(self, text, row, side, epoch):
+        return self.segmenter.encode(text, int(self.noise(row, side, epoch).integers(2**63)))
 
     def drop_words(self, pair, row, epoch):
         """The pair with each token but the last, </s>, replaced by <unk> with the probability for its side."""

@@ -112,8 +112,7 @@ def test_every_pair_occurs_once_an_epoch_on_any_number_of_devices(tokenizer, num
     for epoch in range(2):
         seen = [row for reader in readers for row in epoch_of(reader, epoch)]
         assert sorted(([*source], [*labels]) for source, _, labels in seen) == [tuple(pair) for pair in expected]
-    for n in range(readers[0].plan.updates_per_epoch):
-        assert len({len(reader[n]) for reader in readers}) == 1
+    assert all(reader[n] for reader in readers for n in range(reader.plan.updates_per_epoch))
 
 
 NOISE = {"bpe_dropout": 0.3, "source_word_dropout": 0.2, "target_word_dropout": 0.1}
@@ -134,6 +133,17 @@ def test_bpe_dropout_changes_the_pieces_but_not_the_text(tokenizer):
     usual = sum(len(tokenizer(text).input_ids) for pair in PAIRS for text in pair)
     assert sum(len(source) + len(labels) for source, _, labels in seen) > 1.05 * usual
     assert all(inputs == (1, *labels[:-1]) for _, inputs, labels in seen)
+
+
+def padding(reader):
+    batches = [batch for n in range(reader.plan.updates_per_epoch) for batch in reader[n]]
+    real = sum(int(batch["attention_mask"].sum() + (batch["labels"] != -100).sum()) for batch in batches)
+    assert all(batch[side].numel() <= 200 for batch in batches for side in ("input_ids", "labels"))
+    return 1 - real / sum(batch["input_ids"].numel() + batch["labels"].numel() for batch in batches)
+
+
+def test_bpe_dropout_does_not_spoil_the_batches(tokenizer):
+    assert padding(make_reader(tokenizer, bpe_dropout=0.1)) < padding(make_reader(tokenizer)) + 0.1
 
 
 def test_word_dropout_hides_input_tokens_and_never_a_label(tokenizer):
