@@ -1,8 +1,8 @@
 # Copyright 2026 The vanilla-transformer authors. Licensed under the Apache License, Version 2.0.
-"""Decoding speed of `model.search` beside stock generate(), MarianMT and CTranslate2: the same weights, the same batches.
+"""Decoding speed of `model.search` beside stock generate(), MarianMT and CTranslate2: same weights, same batches.
 
     python benchmarks/decode_speed.py --preset tiny                                     random weights, 20 tokens each
-    python benchmarks/decode_speed.py --model FOLDER --source_file test_2016_flickr.en.gz      a trained model, its own ends
+    python benchmarks/decode_speed.py --model FOLDER --source_file test_2016_flickr.en.gz  a trained model
 
 All engines run in turn, several times over; the best time of each counts. On a machine that others use too, take
 `--threads 1 --clock cpu`: seconds of computing instead of seconds that passed.
@@ -103,7 +103,7 @@ def report(title, engines, batches, beams, args):
     print(f"| {title} | {' | '.join(cells)} |", flush=True)
 
 
-# -- The engines: (sources, beams, length or None) -> token ids up to </s> ---------------------------------------------
+# -- The engines: (sources, beams, length or None) -> token ids up to </s> --------------------------------------------
 
 
 def padded(sources):
@@ -151,7 +151,11 @@ def marian(model):
     config = model.config
     if config.position_layout != "concatenated" or config.norm_position != "post" or not config.shares_all_embeddings:
         return {}
-    names = "vocab_size d_model encoder_layers decoder_layers encoder_attention_heads decoder_attention_heads encoder_ffn_dim decoder_ffn_dim activation_function max_position_embeddings pad_token_id bos_token_id eos_token_id decoder_start_token_id"
+    names = (
+        "vocab_size d_model encoder_layers decoder_layers encoder_attention_heads decoder_attention_heads "
+        "encoder_ffn_dim decoder_ffn_dim activation_function max_position_embeddings "
+        "pad_token_id bos_token_id eos_token_id decoder_start_token_id"
+    )
     twin = MarianMTModel(
         MarianConfig(
             **{name: getattr(config, name) for name in names.split()}, scale_embedding=True, forced_eos_token_id=None

@@ -80,7 +80,9 @@ def compare(size, pairs, tokenizer, folder, args):
         "Seq2SeqTrainer with MarianMTModel": Trainer(marian(config), tokenizer, ours.run.train, folder),
     }
     if args.joey.exists():
-        systems["JoeyNMT's model, same batches"] = Joey(args.joey, config, ours, 1 + args.rounds * UPDATES[size], folder)
+        systems["JoeyNMT's model, same batches"] = Joey(
+            args.joey, config, ours, 1 + args.rounds * UPDATES[size], folder
+        )
     else:
         print(f"without JoeyNMT: there is no {args.joey}")
     best, products = dict.fromkeys(systems, 0.0), 0.0

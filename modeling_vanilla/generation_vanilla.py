@@ -46,7 +46,7 @@ class SearchOptions:
 
     Args:
         num_beams: hypotheses kept open; 1 is greedy search, which ends with the first </s>.
-        length_penalty: alpha of the paper's score log P / ((5 + n) / 6)^alpha over all n tokens, </s> included; or p of
+        length_penalty: alpha of the paper's score log P / ((5 + n) / 6)^alpha over all n tokens with </s>; or p of
             log P / n^p with length_normalization="huggingface", which also stops when stock `generate()` does.
         n_best: hypotheses to return, at most `num_beams`; with do_sample the number of samples.
         max_new_tokens: length limit with </s>; default: source tokens + 50, as the paper.
@@ -98,7 +98,7 @@ class SearchOptions:
         return (n if self.length_normalization == "huggingface" else (5 + n) / 6) ** self.length_penalty
 
 
-# -- Matrix products ---------------------------------------------------------------------------------------------------
+# -- Matrix products --------------------------------------------------------------------------------------------------
 
 ONEDNN = torch.backends.mkldnn.is_available()
 
@@ -133,7 +133,7 @@ def projection(*linears):
     return partial(product, weight=weight, bias=bias)
 
 
-# -- The decoder, one token a step -------------------------------------------------------------------------------------
+# -- The decoder, one token a step ------------------------------------------------------------------------------------
 
 
 def attend(q, k, v, mask):
@@ -223,7 +223,7 @@ class IncrementalDecoder:
         return mask[:, None].expand(-1, self.decoder.config.decoder_attention_heads, -1, -1)
 
     def step(self, tokens, parents):
-        """States (R, K, D) that predict what follows the newest tokens (R, K), which follow the last step's `parents`."""
+        """States (R, K, D) that predict what follows the newest tokens (R, K), whose predecessors are `parents`."""
         decoder, (R, K) = self.decoder, tokens.shape
         x = decoder.embed_tokens(tokens) * math.sqrt(decoder.config.d_model) + self.positions[self.n]
         self.ancestry = take(self.ancestry, parents)
@@ -251,7 +251,7 @@ class IncrementalDecoder:
             layer.leave(rows, stay)
 
 
-# -- The search --------------------------------------------------------------------------------------------------------
+# -- The search -------------------------------------------------------------------------------------------------------
 
 
 def top(x, k):
@@ -450,7 +450,7 @@ def beam_search(model, input_ids, attention_mask, prefix, options):
 
 
 def uniform_draws(sources, K, length, seed):
-    """Numbers in (0, 1) that depend on the seed and the sentence, not on its neighbours or the device: (R, K, length)."""
+    """Numbers in (0, 1), (R, K, length), that depend on seed and sentence, not on its neighbours or the device."""
     generator, draws = torch.Generator(), []
     for source in sources:
         generator.manual_seed(zlib.crc32(f"{seed}: {source}".encode()))
@@ -468,7 +468,7 @@ def forced_tokens(prefix, R, eos):
     return pad_sequence([torch.tensor(tokens, dtype=torch.long) for tokens in prefix], True, -1)
 
 
-# -- What users call ---------------------------------------------------------------------------------------------------
+# -- What users call --------------------------------------------------------------------------------------------------
 
 
 @dataclass

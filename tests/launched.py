@@ -19,7 +19,8 @@ from modeling_vanilla import demo_corpus, errors
 
 TIMEOUT = 300  # seconds, on a busy machine
 SIZES = "--d_model 16 --encoder_layers 1 --decoder_layers 1 --encoder_ffn_dim 32 --decoder_ffn_dim 32"
-TINY = f"--source_lang en --target_lang de --preset tiny {SIZES} --vocab_size 300 --warmup_steps 20 --lr_factor 0.2".split()
+LANGUAGES = "--source_lang en --target_lang de"
+TINY = f"{LANGUAGES} --preset tiny {SIZES} --vocab_size 300 --warmup_steps 20 --lr_factor 0.2".split()
 
 
 def write_pairs(folder, count, name="pairs.tsv", first=0):

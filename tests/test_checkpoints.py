@@ -141,6 +141,7 @@ def test_what_a_killed_run_left_half_written_is_removed(save, tmp_path):
 
 
 def save_with_a_limit(folder, tokenizer, limit, results):
+    torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         checkpoints.save(folder, build(), tokenizer, {"optimizer": {"x": torch.zeros(20_000)}}, {})

@@ -1,4 +1,4 @@
-"""The search against brute force, against stock generate() and against itself; what translate() promises; all modes of generate()."""
+"""The search against brute force, stock generate() and itself; what translate() promises; all modes of generate()."""
 
 import copy
 import itertools
@@ -95,7 +95,7 @@ def translator(tokenizer):
     return half_trained(300, vocab_size=len(tokenizer))
 
 
-# -- The search is right -----------------------------------------------------------------------------------------------
+# -- The search is right ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alpha", [0, 0.6, 1])
@@ -299,7 +299,7 @@ def test_impossible_options_are_refused_by_name(options, message):
         SearchOptions(beam_size=5)
 
 
-# -- Fast ways that must not change the result -------------------------------------------------------------------------
+# -- Fast ways that must not change the result ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab_size", [7, 64, 1009, 10_000])
@@ -350,7 +350,7 @@ def test_bfloat16(model, sources):
         assert rounded[0].score == pytest.approx(exact[0].score, rel=0.1, abs=0.2)
 
 
-# -- translate() -------------------------------------------------------------------------------------------------------
+# -- translate() ------------------------------------------------------------------------------------------------------
 
 TEXTS = [
     "a dog runs",
@@ -428,7 +428,7 @@ def test_repeated_words_and_long_lines_end_in_bounded_length(translator, tokeniz
     assert all(len(hypothesis.tokens) <= 64 + 50 for hypothesis in long)
 
 
-# -- attention_map() ---------------------------------------------------------------------------------------------------
+# -- attention_map() --------------------------------------------------------------------------------------------------
 
 
 def test_attention_map_labels_every_row_and_column(translator, tokenizer):
@@ -443,7 +443,7 @@ def test_attention_map_labels_every_row_and_column(translator, tokenizer):
     assert made.cross.shape[2] == len(made.predicted_tokens) == len(text.tokens)
 
 
-# -- Every mode of stock generate() ------------------------------------------------------------------------------------
+# -- Every mode of stock generate() -----------------------------------------------------------------------------------
 
 MODES = {
     "greedy": {},

@@ -1,4 +1,4 @@
-"""Every block of the README runs: the shell's in order, then Python's, on a copy of the repository with a short demo."""
+"""Every block of the README runs: the shell's in order, then Python's, in a copy of the repository, shortened."""
 
 import os
 import re
