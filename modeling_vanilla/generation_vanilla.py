@@ -275,7 +275,7 @@ class Beams:
     Ended, best first: rank (R, P), -inf where there is none; log_prob (R, P), tokens (R, P, 1 + n), -1 after the end.
     """
 
-    LOGITS = 2**20  # computed at a time, so that they are still in the CPU's cache when they are compared
+    LOGITS = 2**19  # computed at a time, so that they are still in the CPU's cache when they are compared
 
     def __init__(self, config, options, limit, prefix, uniform):
         """Token limit (R,), forced tokens (R, at most limit) with -1 where the choice is free, draws (R, K, limit)."""

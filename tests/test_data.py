@@ -1,5 +1,7 @@
 """From text to token ids: splitting, tokenising, and the noise that a pair gets in an epoch."""
 
+import pickle
+
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -133,6 +135,11 @@ def test_bpe_dropout_changes_the_pieces_but_not_the_text(tokenizer):
     usual = sum(len(tokenizer(text).input_ids) for pair in PAIRS for text in pair)
     assert sum(len(source) + len(labels) for source, _, labels in seen) > 1.05 * usual
     assert all(inputs == (1, *labels[:-1]) for _, inputs, labels in seen)
+
+
+def test_a_reader_can_be_sent_to_another_process(tokenizer):
+    reader = make_reader(tokenizer, **NOISE)
+    assert epoch_of(pickle.loads(pickle.dumps(reader))) == epoch_of(reader)
 
 
 def padding(reader):

@@ -93,13 +93,17 @@ def test_processes_without_work_take_part(corpus, tmp_path):
     assert (folder / "generated_predictions.txt").read_text().count("\n") == 1
 
 
-def test_a_signal_to_one_process_stops_all_with_a_checkpoint(corpus, tmp_path):
+@pytest.mark.parametrize("number, ranks", [(signal.SIGTERM, [1]), (signal.SIGINT, [0, 1, 0, 1])])
+def test_a_signal_to_one_process_or_twice_to_all_stops_them_with_a_checkpoint(corpus, tmp_path, number, ranks):
+    """On Ctrl-C the terminal and then the launcher send one to each."""
     folder = tmp_path / "out"
     run = Run(*flags(corpus, folder, max_steps=10**6, eval_steps=10**6), processes=2)
     log = folder / "training_log.jsonl"
-    run.when(lambda: log.exists() and log.read_text().count("\n") > 3).signal(signal.SIGTERM, rank=1)
-    assert run.wait() == [128 + signal.SIGTERM] * 2
-    assert "stopped by SIGTERM; the same command goes on from" in run.text()
+    run.when(lambda: log.exists() and log.read_text().count("\n") > 3)
+    for rank in ranks:
+        run.signal(number, rank)
+    assert run.wait() == [128 + number] * 2
+    assert f"stopped by {number.name}; the same command goes on from" in run.text()
     update = lines(folder, "update")[-1]
     assert [each.name for each in folder.glob("checkpoint-*")] == [f"checkpoint-{update}"]
 

@@ -374,6 +374,15 @@ def test_validation_loss_is_the_mean_over_all_target_tokens(start, tokenizer):
     assert scores["loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_validation_is_decoded_as_the_recipe_says(start, monkeypatch, capsys):
+    run = start(eval_steps=5, eval_num_beams=3, length_penalty=0.9)
+    seen = []
+    monkeypatch.setattr(run.plain, "translate", lambda texts, _, **options: seen.append(options) or texts)
+    run.run()
+    assert seen == [{"num_beams": 3, "length_penalty": 0.9}] * 2
+    assert "update 5: validation loss" in (said := capsys.readouterr().err) and "(beam 3)" in said
+
+
 def test_translations_that_are_all_equal_or_repeat_themselves_are_flagged():
     sources = ["One dog.", "Two dogs.", "ha ha ha ha ha ha"]
     assert oddities(sources, ["Ein Hund.", "Zwei Hunde.", "ha ha ha ha ha ha"]) == []
