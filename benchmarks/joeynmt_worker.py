@@ -4,6 +4,7 @@
 Reads a number of updates a line, trains that many, and answers with target tokens a second.
 """
 
+import logging
 import sys
 import time
 from itertools import islice
@@ -23,6 +24,7 @@ OUR_SPECIAL = torch.tensor([1, 2, 3, 0])  # JoeyNMT's ids of our <pad>, <s>, </s
 
 
 def main():
+    logging.disable(logging.INFO)
     file, vocab_size, dropout, d_model, layers, heads, ffn_dim = sys.argv[1:]
     model = build(int(vocab_size), float(dropout), int(d_model), int(layers), int(heads), int(ffn_dim))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98), eps=1e-9, fused=True)

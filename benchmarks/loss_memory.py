@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from modeling_vanilla.modeling_vanilla import SmoothedCrossEntropy  # noqa: E402
+from modeling_vanilla.kernels_vanilla import SmoothedCrossEntropy  # noqa: E402
 
 
 SMOOTHING = 0.1

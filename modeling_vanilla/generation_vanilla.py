@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.overrides import TorchFunctionMode
+
+from .kernels_vanilla import Linear, product
 
 
 @dataclass
@@ -98,26 +99,7 @@ class SearchOptions:
         return (n if self.length_normalization == "huggingface" else (5 + n) / 6) ** self.length_penalty
 
 
-# -- Matrix products --------------------------------------------------------------------------------------------------
-
-ONEDNN = torch.backends.mkldnn.is_available()
-
-
-def product(x, weight, bias=None):
-    """x W^T + b. PyTorch's default for float32 on CPUs, MKL, uses AVX-512 on Intel's only; oneDNN on every vendor's.
-
-    Below some millions of multiplications, entering and leaving oneDNN's layout costs more than it saves.
-    """
-    if x.device.type != "cpu" or x.dtype != torch.float32 or x.numel() * len(weight) < 2**22 or not ONEDNN:
-        return F.linear(x, weight, bias)
-    return F.linear(x.to_mkldnn(), weight, bias).to_dense()
-
-
-class FastProducts(TorchFunctionMode):
-    """Within this context every F.linear is a `product`."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return (product if function is F.linear else function)(*args, **(kwargs or {}))
+# -- The decoder, one token a step ------------------------------------------------------------------------------------
 
 
 def projection(*linears):
@@ -125,15 +107,12 @@ def projection(*linears):
 
     Where weight and bias are not all there is (adapter, quantisation, hook), the modules themselves are called.
     """
-    if not all(type(m) is nn.Linear and "forward" not in vars(m) and not m._forward_hooks for m in linears):
+    if not all(type(m) in (nn.Linear, Linear) and "forward" not in vars(m) and not m._forward_hooks for m in linears):
         return lambda x: torch.cat([m(x) for m in linears], dim=-1)
     if len(linears) == 1:
         return partial(product, weight=linears[0].weight, bias=linears[0].bias)
     weight, bias = torch.cat([m.weight for m in linears]), torch.cat([m.bias for m in linears])
     return partial(product, weight=weight, bias=bias)
-
-
-# -- The decoder, one token a step ------------------------------------------------------------------------------------
 
 
 def attend(q, k, v, mask):
@@ -142,11 +121,6 @@ def attend(q, k, v, mask):
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5).softmax(-1)
     return torch.bmm(weights, v).view(R, h, K, d).transpose(1, 2).flatten(2)
-
-
-def additive(may_look, x):
-    """0 where `may_look` (boolean) holds, the smallest finite number of x's dtype elsewhere."""
-    return torch.zeros_like(may_look, dtype=x.dtype).masked_fill_(~may_look, torch.finfo(x.dtype).min)
 
 
 def take(x, index):
@@ -169,8 +143,7 @@ class IncrementalLayer:
         self.out, self.memory_out = projection(self.attn.out_proj), projection(self.memory_attn.out_proj)
         self.memory_q = projection(self.memory_attn.q_proj)
         self.fc1, self.fc2 = projection(layer.fc1), projection(layer.fc2)
-        with FastProducts():
-            self.memory_k, self.memory_v = (x.contiguous() for x in self.memory_attn.keys_values(memory))
+        self.memory_k, self.memory_v = (x.contiguous() for x in self.memory_attn.keys_values(memory))
         R, h, _, d = self.memory_k.shape
         self.k, self.v = memory.new_empty(R, h, slots, d), memory.new_empty(R, h, slots, d)
 
@@ -213,11 +186,13 @@ class IncrementalDecoder:
 
     def __init__(self, decoder, memory, attention_mask, options, longest):
         self.decoder, self.n, self.slots = decoder, 0, max(64, 2 * options.beams)
+        lowest = torch.finfo(memory.dtype).min
         self.layers = [IncrementalLayer(layer, memory, self.slots) for layer in decoder.layers]
         self.positions = decoder.embed_positions(torch.arange(longest, device=memory.device), longest).to(memory.dtype)
         self.ancestry = memory.new_zeros(len(memory), 1, 0)  # (R, K, slots), 0 at the slots that a beam descends from
-        self.own_slots = additive(torch.eye(options.beams, dtype=torch.bool, device=memory.device), memory)
-        self.padding = self.for_heads(additive(attention_mask.bool(), memory)[:, None]).contiguous()
+        self.own_slots = memory.new_full((options.beams, options.beams), lowest).fill_diagonal_(0)
+        padding = memory.new_zeros(attention_mask.shape).masked_fill_(attention_mask == 0, lowest)
+        self.padding = self.for_heads(padding[:, None]).contiguous()
 
     def for_heads(self, mask):
         return mask[:, None].expand(-1, self.decoder.config.decoder_attention_heads, -1, -1)
@@ -275,7 +250,7 @@ class Beams:
     Ended, best first: rank (R, P), -inf where there is none; log_prob (R, P), tokens (R, P, 1 + n), -1 after the end.
     """
 
-    LOGITS = 2**19  # computed at a time, so that they are still in the CPU's cache when they are compared
+    LOGITS = 2**20  # computed at a time, so that they are still in the CPU's cache when they are compared
 
     def __init__(self, config, options, limit, prefix, uniform):
         """Token limit (R,), forced tokens (R, at most limit) with -1 where the choice is free, draws (R, K, limit)."""
@@ -430,8 +405,7 @@ def beam_search(model, input_ids, attention_mask, prefix, options):
     if options.do_sample:
         sources = [ids[mask].tolist() for ids, mask in zip(input_ids, attention_mask.bool(), strict=True)]
         uniform = uniform_draws(sources, options.beams, longest, options.seed).to(limit.device)
-    with FastProducts():
-        memory = model.model.encoder(input_ids, attention_mask).last_hidden_state
+    memory = model.model.encoder(input_ids, attention_mask).last_hidden_state
     decoder = IncrementalDecoder(model.model.decoder, memory, attention_mask, options, longest)
     beams = Beams(model.config, options, limit, prefix, uniform)
     head = projection(model.lm_head)

@@ -28,6 +28,7 @@ from transformers.modeling_outputs import (
 
 from .configuration_vanilla import VanillaConfig
 from .generation_vanilla import TranslationMixin
+from .kernels_vanilla import Linear, SmoothedCrossEntropy, dropout
 
 
 if TYPE_CHECKING:  # for transformers, which copies the files named in relative imports into every folder that it saves
@@ -64,10 +65,10 @@ class MultiHead(nn.Module):
     def __init__(self, config, heads, layer=None):
         super().__init__()
         self.config, self.heads, self.layer = config, heads, layer
-        self.q_proj = nn.Linear(config.d_model, config.d_model)
-        self.k_proj = nn.Linear(config.d_model, config.d_model)
-        self.v_proj = nn.Linear(config.d_model, config.d_model)
-        self.out_proj = nn.Linear(config.d_model, config.d_model)
+        self.q_proj = Linear(config.d_model, config.d_model)
+        self.k_proj = Linear(config.d_model, config.d_model)
+        self.v_proj = Linear(config.d_model, config.d_model)
+        self.out_proj = Linear(config.d_model, config.d_model)
         for projection in (self.q_proj, self.k_proj, self.v_proj):
             projection.init_gain = 2**-0.5  # see `_init_weights`
 
@@ -178,33 +179,6 @@ class Positions(nn.Module):
         return table[positions]
 
 
-# -- 5.4 Residual Dropout ---------------------------------------------------------------------------------------------
-
-
-class IntegerDropout(torch.autograd.Function):
-    """Dropout that compares 16 random bits an element, four to a draw: on CPUs PyTorch draws one number for each."""
-
-    @staticmethod
-    def forward(ctx, x, p):
-        n = x.numel()
-        bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-        keep = torch.ge(bits[:n].view(x.shape), round(p * 2**16) - 2**15, out=torch.empty_like(x)).mul_(1 / (1 - p))
-        ctx.save_for_backward(keep)
-        return x * keep
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (keep,) = ctx.saved_tensors
-        return gradient * keep, None
-
-
-def dropout(x, p, training):
-    """Zero each element with probability p in training and scale the others by 1 / (1 - p)."""
-    if not training or p == 0:
-        return x
-    return IntegerDropout.apply(x, p) if x.device.type == "cpu" else F.dropout(x, p)
-
-
 # -- 3.1 Encoder and Decoder Stacks -----------------------------------------------------------------------------------
 
 
@@ -215,8 +189,8 @@ class VanillaLayer(GradientCheckpointingLayer):
         super().__init__()
         self.config = config
         self.activation = ACT2FN[config.activation_function]
-        self.fc1 = nn.Linear(config.d_model, ffn_dim)
-        self.fc2 = nn.Linear(ffn_dim, config.d_model)
+        self.fc1 = Linear(config.d_model, ffn_dim)
+        self.fc2 = Linear(ffn_dim, config.d_model)
         self.final_layer_norm = nn.LayerNorm(config.d_model)
 
     def residual(self, x, norm, sublayer):
@@ -595,61 +569,6 @@ def refuse_unknown(kwargs):
         raise TypeError(f"forward() got unexpected keyword arguments: {', '.join(unknown)}")
 
 
-# -- 5.4 Label Smoothing ----------------------------------------------------------------------------------------------
-
-
-class SmoothedCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of (1 - eps) * -log p(y) + eps / V * sum_v -log p(v), with the logits of a few rows at a time.
-
-    The gradient is taken while these are at hand, so neither logits nor probabilities of all tokens (N x V) ever exist
-    and no product is computed twice. All steps overwrite one piece of memory: fresh pages cost as much as their use.
-    """
-
-    ROWS = 512  # enough that adding up (V, D) gradients costs little beside the products
-
-    @staticmethod
-    def forward(ctx, x, weight, labels, eps):
-        """x (N, D), weight (V, D), labels (N,) -> scalar float32."""
-        V, rows = len(weight), SmoothedCrossEntropy.ROWS
-        wanted = ctx.needs_input_grad[:2]
-        dx = torch.empty_like(x) if wanted[0] else None
-        dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
-        x, weight = as_autocast(x), as_autocast(weight)
-        memory = torch.empty(min(rows, len(x)), V, dtype=x.dtype, device=x.device)
-        for i in range(0, len(x), rows):
-            x_i, y_i = x[i : i + rows], labels[i : i + rows, None]
-            logits = torch.mm(x_i, weight.t(), out=memory[: len(x_i)]).float()
-            loss -= (1 - eps) * logits.gather(1, y_i).sum() + eps / V * logits.sum()
-            top = logits.amax(-1, keepdim=True)
-            p = logits.sub_(top).exp_()
-            total = p.sum(-1, keepdim=True)
-            loss += (top + total.log()).sum()
-            if not any(wanted):
-                continue
-            dlogits = p.div_(total).sub_(eps / V)
-            dlogits.scatter_add_(1, y_i, dlogits.new_full(y_i.shape, eps - 1))
-            dlogits = dlogits.to(x.dtype)
-            if wanted[0]:
-                dx[i : i + rows] = dlogits @ weight
-            if wanted[1] and x.dtype == torch.float32:
-                dweight.addmm_(dlogits.t(), x_i)
-            elif wanted[1]:
-                dweight += dlogits.t() @ x_i
-        ctx.save_for_backward(dx, dweight)
-        return loss
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return *(d if d is None else d * gradient for d in ctx.saved_tensors), None, None
-
-
-def as_autocast(x):
-    """x in the type in which autocast multiplies matrices, if that is on."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
 # -- The translation model --------------------------------------------------------------------------------------------
 
 
@@ -659,7 +578,7 @@ class VanillaForConditionalGeneration(VanillaPreTrainedModel, TranslationMixin, 
     def __init__(self, config):
         super().__init__(config)
         self.model = VanillaModel(config)
-        self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=config.lm_head_bias)
+        self.lm_head = Linear(config.d_model, config.vocab_size, bias=config.lm_head_bias)
         source = "shared" if config.shares_all_embeddings else "decoder.embed_tokens"
         self._tied_weights_keys = {"lm_head.weight": f"model.{source}.weight"}
         self.post_init()

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -38,8 +39,6 @@ class Run:
     """
 
     def __init__(self, *flags, processes=1, die_at_flush=None, largest_file=None):
-        here = Path(__file__).parent
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent)])
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["launched"])
         flags = [str(flag) for flag in flags]
@@ -52,8 +51,10 @@ class Run:
             environment = {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if processes > 1 else {}
             arguments = flags, self.log, environment, die_at_flush, largest_file
             self.processes.append(context.Process(target=main, args=arguments))
-        for process in self.processes:
-            process.start()
+        here = Path(__file__).parent
+        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(here), str(here.parent)])):
+            for process in self.processes:
+                process.start()
 
     def wait(self):
         """Exit codes; -9 for a process that was killed."""

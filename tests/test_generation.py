@@ -6,13 +6,12 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, tokenization
-from modeling_vanilla.generation_vanilla import Beams, Hypothesis, SearchOptions, product, top
+from modeling_vanilla.generation_vanilla import Beams, Hypothesis, SearchOptions, top
 
 
 PAD, START, EOS, UNK = 0, 1, 2, 3
@@ -307,12 +306,6 @@ def test_top_equals_topk(vocab_size):
     x = torch.randn(3, 2, vocab_size, generator=torch.Generator().manual_seed(0))
     value, index = top(x, 5)
     assert torch.equal(value, x.topk(5).values) and torch.equal(index, x.topk(5).indices)
-
-
-def test_product_equals_linear():
-    x, weight, bias = torch.randn(5, 40, 96), torch.randn(512, 96), torch.randn(512)
-    torch.testing.assert_close(product(x, weight, bias), F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(product(x, weight), F.linear(x, weight), atol=1e-4, rtol=1e-4)
 
 
 class Adapted(nn.Linear):

@@ -87,6 +87,7 @@ def test_only_what_a_model_needs_travels(folder):
         "configuration_vanilla.py",
         "generation_config.json",
         "generation_vanilla.py",
+        "kernels_vanilla.py",
         "model.safetensors",
         "modeling_vanilla.py",
         "pipeline_vanilla.py",

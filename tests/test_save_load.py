@@ -161,7 +161,7 @@ def test_each_matrix_is_on_disk_once_and_no_table_is(tie, share, expected, tmp_p
 
 def test_the_folder_holds_settings_weights_and_code_but_no_pickle(tmp_path):
     build().save_pretrained(tmp_path)
-    code = [f"{name}_vanilla.py" for name in ("configuration", "generation", "modeling", "pipeline")]
+    code = [f"{name}_vanilla.py" for name in ("configuration", "generation", "kernels", "modeling", "pipeline")]
     settings = ["config.json", "generation_config.json"]
     assert {path.name for path in tmp_path.iterdir()} == {*settings, "model.safetensors", *code}
 

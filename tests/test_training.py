@@ -340,6 +340,7 @@ def test_other_pairs_are_refused(start):
 
 
 def test_the_log_holds_numbers_only_and_a_tracker_gets_them(start):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = start(eval_steps=5, report_to="tensorboard")
     run.accelerator.init_trackers("run")
     run.run()
@@ -350,7 +351,6 @@ def test_the_log_holds_numbers_only_and_a_tracker_gets_them(start):
     assert {"loss", "learning_rate", "tokens_per_second", "padding", "seconds"} < lines[0].keys()
     assert {"eval_loss", "eval_bleu", "eval_chrf"} < lines[5].keys()
 
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reader = events.EventAccumulator(str(run.output_dir / "run"))
     reader.Reload()
     assert [(each.step, each.value) for each in reader.Scalars("loss")] == [

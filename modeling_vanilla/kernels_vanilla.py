@@ -1,0 +1,144 @@
+# Copyright 2026 The vanilla-transformer authors. Licensed under the Apache License, Version 2.0.
+"""What PyTorch computes too, but slower or with more memory: linear maps, dropout (§5.4), label smoothing (§5.4).
+
+benchmarks/README.md says what each is worth. Shapes: N tokens, D = d_model, V = vocab_size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+
+# -- Linear maps ------------------------------------------------------------------------------------------------------
+
+ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+WORTHWHILE = 2**20  # multiplications, below which calling oneDNN costs more than it saves
+
+
+def onednn_helps(x, weight):
+    """Whether x W^T is a product of large float32 matrices on a CPU.
+
+    PyTorch leaves these to MKL, which uses AVX-512 on Intel's processors only; oneDNN uses it on AMD's too.
+    """
+    return (
+        ONEDNN
+        and type(x) is torch.Tensor
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and x.dim() > 1
+        and x.numel() * len(weight) >= WORTHWHILE
+        and torch.backends.mkldnn.enabled
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
+def product(x, weight, bias=None):
+    """x W^T + b: (..., D), (V, D), (V,) -> (..., V), without gradients."""
+    if onednn_helps(x, weight):
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # as torch.compile calls it
+    return F.linear(x, weight, bias)
+
+
+class Product(torch.autograd.Function):
+    """`product` with gradients."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return product(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x, weight), wanted, dy = ctx.saved_tensors, ctx.needs_input_grad, dy.contiguous()
+        rows = dy.flatten(0, -2)
+        dx = product(dy, weight.t()) if wanted[0] else None
+        dweight = product(rows.t(), x.flatten(0, -2).t()) if wanted[1] else None
+        return dx, dweight, rows.sum(0) if wanted[2] else None
+
+
+class Linear(nn.Linear):
+    """nn.Linear, faster on CPUs. Weights that are no plain parameters (sharded, quantised) are left to torch."""
+
+    def forward(self, x):
+        if type(self.weight) is nn.Parameter and onednn_helps(x, self.weight):
+            return Product.apply(x, self.weight, self.bias)
+        return super().forward(x)
+
+
+# -- 5.4 Residual Dropout ---------------------------------------------------------------------------------------------
+
+
+class IntegerDropout(torch.autograd.Function):
+    """Dropout that compares 16 random bits an element, four to a draw: on CPUs PyTorch draws one number for each."""
+
+    @staticmethod
+    def forward(ctx, x, p):
+        n = x.numel()
+        bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+        keep = torch.ge(bits[:n].view(x.shape), round(p * 2**16) - 2**15, out=torch.empty_like(x)).mul_(1 / (1 - p))
+        ctx.save_for_backward(keep)
+        return x * keep
+
+    @staticmethod
+    def backward(ctx, dy):
+        (keep,) = ctx.saved_tensors
+        return dy * keep, None
+
+
+def dropout(x, p, training):
+    """Zero each element with probability p in training and scale the others by 1 / (1 - p)."""
+    if not training or p == 0:
+        return x
+    return IntegerDropout.apply(x, p) if x.device.type == "cpu" else F.dropout(x, p)
+
+
+# -- 5.4 Label Smoothing ----------------------------------------------------------------------------------------------
+
+
+class SmoothedCrossEntropy(torch.autograd.Function):
+    """Sum over tokens of (1 - eps) * -log p(y) + eps / V * sum_v -log p(v), with the logits of a few rows at a time.
+
+    The gradient is taken while these are at hand, so neither logits nor probabilities of all tokens (N x V) ever exist
+    and no product is computed twice. On CPUs each step overwrites its input: fresh pages cost as much as their use.
+    """
+
+    ROWS = 512  # enough that adding up (D, V) gradients costs little beside the products
+
+    @staticmethod
+    def forward(ctx, x, weight, labels, eps):
+        """x (N, D), weight (V, D), labels (N,) -> scalar float32."""
+        (V, D), rows, wanted = weight.shape, SmoothedCrossEntropy.ROWS, ctx.needs_input_grad[:2]
+        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        dx = torch.empty_like(x) if wanted[0] else None
+        dweight = torch.zeros(D, V, dtype=torch.float32, device=x.device) if wanted[1] else None
+        x, weight = as_autocast(x), as_autocast(weight)
+        for i in range(0, len(x), rows):
+            x_i, y_i = x[i : i + rows], labels[i : i + rows, None]
+            logits = product(x_i, weight).float()
+            top = logits.amax(-1)
+            loss -= (1 - eps) * logits.gather(1, y_i).sum() + eps / V * logits.sum()
+            p = torch.softmax(logits, -1, out=logits if logits.device.type == "cpu" else None)
+            loss += (top - p.amax(-1).log()).sum()  # log sum_v exp(logit): the largest p is exp(top) / sum
+            if not any(wanted):
+                continue
+            dlogits = p.sub_(eps / V).scatter_add_(1, y_i, p.new_full(y_i.shape, eps - 1)).to(x.dtype)
+            if wanted[0]:
+                dx[i : i + rows] = product(dlogits, weight.t())
+            if wanted[1]:
+                dweight += product(x_i.t(), dlogits.t())
+        ctx.save_for_backward(dx, dweight if dweight is None else dweight.t().contiguous())
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return *(d if d is None else d * gradient for d in ctx.saved_tensors), None, None
+
+
+def as_autocast(x):
+    """x in the type in which autocast multiplies matrices, if that is on."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
