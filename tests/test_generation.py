@@ -3,6 +3,7 @@
 import copy
 import itertools
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
-from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, tokenization
+from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, corpus, tokenization
 from modeling_vanilla.generation_vanilla import Beams, Hypothesis, SearchOptions, top
 
 
@@ -143,6 +144,31 @@ def test_greedy_and_huggingface_beams_equal_stock_generate(fields, sources):
     assert len({len(hypotheses[0].tokens) for hypotheses in found}) > 2
 
 
+@pytest.mark.slow
+def test_huggingface_beams_equal_stock_generate_on_500_real_sentences():
+    data = Path(__file__).parents[2] / "shared/data/multi30k"
+    if not data.exists():
+        pytest.skip(f"{data} is not there")
+    pairs = corpus.load(str(data / "train"), "en", "de").select(range(3000))
+    tokenizer = tokenization.train((text for pair in pairs for text in pair.values()), 1000)
+    torch.manual_seed(0)
+    model = VanillaForConditionalGeneration(VanillaConfig.preset("tiny", vocab_size=len(tokenizer))).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98))
+    for i in range(0, 3000, 20):
+        source = tokenizer(pairs["source"][i : i + 20], text_target=pairs["target"][i : i + 20], padding=True)
+        inputs = {name: torch.tensor(rows) for name, rows in source.items()}
+        labels = inputs["labels"].masked_fill(inputs["labels"] == PAD, -100)
+        model(inputs["input_ids"], inputs["attention_mask"], labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    texts = sorted(corpus.load(str(data / "test_2016_flickr"), "en", "de")["source"][:500], key=len)
+    for i in range(0, 500, 50):
+        ids, mask = tokenizer(texts[i : i + 50], return_tensors="pt", padding=True).values()
+        options = {"num_beams": 4, "length_penalty": 0.6, "max_new_tokens": 60}
+        found = model.eval().search(ids, mask, length_normalization="huggingface", **options)
+        assert tokens(found) == stock(model, ids, mask, **options)
+
+
 def test_long_targets_forget_dead_slots_and_stay_right():
     model = half_trained(100, max_position_embeddings=16)
     ids, mask = batch([9, 4, 6])
@@ -262,6 +288,11 @@ def test_samples_depend_on_seed_and_sentence_only(model, sources):
     assert tokens(model.search(*sources, do_sample=True, top_k=1)) == tokens(model.search(*sources, num_beams=1))
 
 
+def test_samples_at_almost_no_temperature_are_greedy(model, sources):
+    cold = model.search(*sources, do_sample=True, temperature=1e-4, max_new_tokens=12)
+    assert tokens(cold) == tokens(model.search(*sources, num_beams=1, max_new_tokens=12))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_no_repeated_ngrams(size, model, sources):
     options = {"num_beams": 1, "max_new_tokens": 25, "min_new_tokens": 20, "no_repeat_ngram_size": size}
@@ -355,17 +386,18 @@ TEXTS = [
     "a",
     "😀 مرحبا",
     "สวัสดี 你好",
-    "ha " * 300,
+    "…!?",
+    "🙂👩‍👩‍👧",
 ]
 
 
 def test_translate_keeps_kind_and_order(translator, tokenizer):
     options = {"max_new_tokens": 12}
-    one_by_one = [translator.translate(text, tokenizer, **options) for text in TEXTS[:9]]
+    one_by_one = [translator.translate(text, tokenizer, **options) for text in TEXTS]
     assert all(isinstance(text, str) for text in one_by_one)
-    assert translator.translate(TEXTS[:9], tokenizer, **options) == one_by_one
-    assert translator.translate(TEXTS[:9], tokenizer, batch_tokens=1, **options) == one_by_one
-    assert list(translator.translate(iter(TEXTS[:9]), tokenizer, **options)) == one_by_one
+    assert translator.translate(TEXTS, tokenizer, **options) == one_by_one
+    assert translator.translate(TEXTS, tokenizer, batch_tokens=1, **options) == one_by_one
+    assert list(translator.translate(iter(TEXTS), tokenizer, **options)) == one_by_one
     assert [text == "" for text in one_by_one[:5]] == [False, False, True, False, True]
 
 
