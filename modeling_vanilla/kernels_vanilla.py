@@ -92,7 +92,9 @@ def dropout(x, p, training):
     """Zero each element with probability p in training and scale the others by 1 / (1 - p)."""
     if not training or p == 0:
         return x
-    return IntegerDropout.apply(x, p) if x.device.type == "cpu" else F.dropout(x, p)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return IntegerDropout.apply(x, p)
+    return F.dropout(x, p)
 
 
 # -- 5.4 Label Smoothing ----------------------------------------------------------------------------------------------

@@ -674,6 +674,7 @@ class VanillaForConditionalGeneration(VanillaPreTrainedModel, TranslationMixin, 
         result = Seq2SeqLMOutput(loss=loss, logits=logits, **fields)
         return result if return_dict else result.to_tuple()
 
+    @torch.compiler.disable  # it works in rows, whose number would be compiled in
     def loss(self, x, logits, labels, num_items=None):
         """Cross-entropy of the labels that are not -100 (0 if none is), from x without logits: scalar float32."""
         kept = labels != -100

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -322,10 +323,11 @@ def test_compiled_forward_gives_the_same_logits_in_one_graph(folder):
 
 
 @pytest.mark.slow
-def test_a_compiled_training_step_equals_the_plain_one_for_ten_lengths(folder):
+def test_a_training_step_is_compiled_once_for_all_lengths_and_equals_the_plain_one(folder):
     model = load(folder, dropout=0.0)[0].train()
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=graphs, dynamic=True)
     for length in range(6, 16):
         pairs = inputs_of(length)
         pairs["labels"] = pairs["decoder_input_ids"].masked_fill(pairs["decoder_input_ids"] % 5 == 0, -100)
@@ -337,6 +339,7 @@ def test_a_compiled_training_step_equals_the_plain_one_for_ten_lengths(folder):
             loss.backward()
             gradients.append(model.model.encoder.layers[0].fc1.weight.grad.clone())
         torch.testing.assert_close(*gradients)
+    assert graphs.frame_count <= 2  # before and after the loss
 
 
 def test_encoder_and_decoder_step_export_with_any_length(folder):
