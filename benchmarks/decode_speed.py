@@ -40,6 +40,8 @@ def main():
         end="",
     )
     print(f"{args.threads} threads, {args.model or args.preset}, {len(sources)} sentences\n")
+    if args.profile:
+        return profile(ours(model), workloads(sources, args), args)
     engines = {"ours": ours(model), "stock generate": stock(model), **marian(model), **ctranslate(model, args.threads)}
     print(f"| | {' | '.join(engines)} |\n|---|{'---|' * len(engines)}")
     for beams in (4, 1):
@@ -60,6 +62,7 @@ def parse_args():
     parser.add_argument("--repeats", default=5, type=int)
     parser.add_argument("--threads", default=torch.get_num_threads(), type=int)
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
+    parser.add_argument("--profile", action="store_true", help="of this project, instead of a comparison")
     return parser.parse_args()
 
 
@@ -101,6 +104,19 @@ def report(title, engines, batches, beams, args):
         agree = np.mean([a == b for a, b in zip(outputs["ours"], outputs[name], strict=True)])
         cells.append(f"{rate:,.0f}" + ("" if name == "ours" else f" ({rates['ours'] / rate:.2f}x, {agree:.0%} equal)"))
     print(f"| {title} | {' | '.join(cells)} |", flush=True)
+
+
+def profile(ours, workloads, args):
+    """Print the shares of the operators in the time of each workload, without the operators that they call."""
+    for beams in (4, 1):
+        for name, batches in workloads.items():
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                for batch in batches:
+                    ours(batch, beams, args.length)
+            rows = sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_time_total)
+            total = sum(row.self_cpu_time_total for row in rows)
+            shares = (f"{row.key} {row.self_cpu_time_total / total:.0%}" for row in rows[:10])
+            print(f"beam {beams}, {name}: {', '.join(shares)}")
 
 
 # -- The engines: (sources, beams, length or None) -> token ids up to </s> --------------------------------------------

@@ -2,6 +2,7 @@
 """Training speed of this project beside others of the same dimensions: target tokens a second on Multi30k, in fp32.
 
     OMP_NUM_THREADS=2 python benchmarks/train_speed.py --size tiny
+    OMP_NUM_THREADS=2 python benchmarks/train_speed.py --size tiny --profile      where this project's time goes
 
 Updates of 4,096 target tokens with label smoothing; tokens are those that are learnt, padding is not counted. All
 systems run in turn, a few updates each, and the best round of each counts. JoeyNMT needs an environment
@@ -56,28 +57,31 @@ def main():
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads\n")
     for size in SIZES if args.size == "all" else [args.size]:
         with tempfile.TemporaryDirectory(prefix="train_speed") as folder:
-            report(size, *compare(size, pairs, tokenizer, folder, args))
+            config = VanillaConfig.preset(size, vocab_size=len(tokenizer), label_smoothing=SMOOTHING, **SIZES[size])
+            if args.profile:
+                profile(size, Loop(VanillaForConditionalGeneration(config), tokenizer, pairs, folder))
+            else:
+                report(size, *compare(size, config, pairs, tokenizer, folder, args))
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="tiny", choices=(*SIZES, "all"))
     parser.add_argument("--rounds", default=5, type=int)
+    parser.add_argument("--profile", action="store_true", help="of this project, instead of a comparison")
     parser.add_argument("--train_file", default=ROOT.parent / "shared/data/multi30k/train", type=Path)
     parser.add_argument("--vocab_size", default=10_000, type=int)
     parser.add_argument("--joey", default=ROOT.parent / "venv/joey/bin/python", type=Path)
     return parser.parse_args()
 
 
-def compare(size, pairs, tokenizer, folder, args):
+def compare(size, config, pairs, tokenizer, folder, args):
     """({system: best target tokens a second}, floating-point operations a target token, best matrix-multiply rate)."""
-    config = VanillaConfig.preset(size, vocab_size=len(tokenizer), label_smoothing=SMOOTHING, **SIZES[size])
-    splits = data.Splits(train=pairs)
-    ours = Loop(VanillaForConditionalGeneration(config), tokenizer, splits, folder)
+    ours = Loop(VanillaForConditionalGeneration(config), tokenizer, pairs, folder)
     systems = {
         "this project": ours,
-        "MarianMTModel, same loop": Loop(Learner(marian(config), config), tokenizer, splits, folder),
-        "torch.nn.Transformer, same loop": Loop(Learner(TorchTransformer(config), config), tokenizer, splits, folder),
+        "MarianMTModel, same loop": Loop(Learner(marian(config), config), tokenizer, pairs, folder),
+        "torch.nn.Transformer, same loop": Loop(Learner(TorchTransformer(config), config), tokenizer, pairs, folder),
         "Seq2SeqTrainer with MarianMTModel": Trainer(marian(config), tokenizer, ours.run.train, folder),
     }
     if args.joey.exists():
@@ -94,6 +98,8 @@ def compare(size, pairs, tokenizer, folder, args):
         rates = {name: system(UPDATES[size]) for name, system in systems.items()}
         print(*(f"{rate:,.0f}" for rate in rates.values()), file=sys.stderr)
         best = {name: max(best[name], rate) for name, rate in rates.items()}
+    for system in systems.values():
+        system.close()
     return best, operations(config, ours.run.plan.lengths.mean(axis=0)), products
 
 
@@ -108,6 +114,19 @@ def report(size, best, operations, products):
     for name, rate in best.items():
         print(f"| {name} | {rate:,.0f} | {ours / rate:.2f} x | {rate * operations / products:.0%} |")
     print(flush=True)
+
+
+def profile(size, ours):
+    """Print the shares of the operators in the time of a round, without the operators that they call."""
+    ours(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        ours(UPDATES[size])
+    ours.close()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_time_total)
+    total = sum(row.self_cpu_time_total for row in rows)
+    print(f"{size}:\n\n| operator | calls | share |\n|---|---|---|")
+    for row in rows[:16]:
+        print(f"| {row.key} | {row.count:,} | {row.self_cpu_time_total / total:.1%} |")
 
 
 # -- What could be done -----------------------------------------------------------------------------------------------
@@ -144,9 +163,9 @@ def multiply_rate(size=2048):
 class Loop:
     """The update path of run_translation.py: plan, collate, forward, backward, fused Adam; with anyone's model."""
 
-    def __init__(self, model, tokenizer, splits, folder):
+    def __init__(self, model, tokenizer, pairs, folder):
         recipe = Recipe(output_dir=folder, tokens_per_update=TOKENS, do_train=True)
-        self.run = Training(recipe, accelerator(recipe), model.train(), tokenizer, splits)
+        self.run = Training(recipe, accelerator(recipe), model.train(), tokenizer, data.Splits(train=pairs))
         self.run.started, self.batches = time.perf_counter(), self.run.batches()
 
     def __call__(self, updates):
@@ -154,6 +173,9 @@ class Loop:
         for _ in range(updates):
             self.run.update(next(self.batches))
         return (self.run.progress.target_tokens - before) / (time.perf_counter() - start)
+
+    def close(self):
+        self.batches.close()
 
 
 class Learner(nn.Module):
@@ -250,6 +272,9 @@ class Trainer:
         # The first step pays for the start and is left out.
         return sum(trainer.counts[1:]) / (clock.ends[-1] - clock.ends[0])
 
+    def close(self):
+        pass
+
 
 class CountingTrainer(Seq2SeqTrainer):
     """Counts the target tokens of each step."""
@@ -283,6 +308,9 @@ class Joey:
     def __call__(self, updates):
         print(updates, file=self.process.stdin, flush=True)
         return float(self.process.stdout.readline())
+
+    def close(self):
+        self.process.communicate()
 
 
 if __name__ == "__main__":
