@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice, repeat
 
 import torch
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .kernels_vanilla import Linear, product
+from .kernels_vanilla import Linear, PackedProduct
 
 
 @dataclass
@@ -110,17 +109,14 @@ def projection(*linears):
     if not all(type(m) in (nn.Linear, Linear) and "forward" not in vars(m) and not m._forward_hooks for m in linears):
         return lambda x: torch.cat([m(x) for m in linears], dim=-1)
     if len(linears) == 1:
-        return partial(product, weight=linears[0].weight, bias=linears[0].bias)
-    weight, bias = torch.cat([m.weight for m in linears]), torch.cat([m.bias for m in linears])
-    return partial(product, weight=weight, bias=bias)
+        return PackedProduct(linears[0].weight, linears[0].bias)
+    return PackedProduct(torch.cat([m.weight for m in linears]), torch.cat([m.bias for m in linears]))
 
 
-def attend(q, k, v, mask):
-    """softmax(q k^T / sqrt(d) + mask) v: (R, K, D); q (R, h, K, d), k and v (R, h, S, d), mask (R h, K or 1, S)."""
-    R, h, K, d = q.shape
-    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    weights = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=d**-0.5).softmax(-1)
-    return torch.bmm(weights, v).view(R, h, K, d).transpose(1, 2).flatten(2)
+def attend(q, keys_values, mask):
+    """softmax(q k^T / sqrt(d) + mask) v: (R h, K, d); q (R h, K, d), keys_values (2, R h, S, d), mask (R h, K, S)."""
+    k, v = keys_values
+    return torch.bmm(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5).softmax(-1), v)
 
 
 def take(x, index):
@@ -135,57 +131,73 @@ def leave(x, rows, stay):
 
 
 class IncrementalLayer:
-    """A decoder layer with its keys and values: those of the encoder's output, and the slots of the target."""
+    """A decoder layer with the keys and values, (2, R h, S, d), of the encoder's output and of the target's slots."""
 
     def __init__(self, layer, memory, slots):
-        self.layer, self.attn, self.memory_attn = layer, layer.self_attn, layer.encoder_attn
-        self.qkv = projection(self.attn.q_proj, self.attn.k_proj, self.attn.v_proj)
-        self.out, self.memory_out = projection(self.attn.out_proj), projection(self.memory_attn.out_proj)
-        self.memory_q = projection(self.memory_attn.q_proj)
+        attn, memory_attn = layer.self_attn, layer.encoder_attn
+        self.layer, self.heads, self.used = layer, attn.heads, 0
+        self.pre = layer.config.norm_position == "pre"
+        self.qkv, self.out = projection(attn.q_proj, attn.k_proj, attn.v_proj), projection(attn.out_proj)
+        self.memory_q, self.memory_out = projection(memory_attn.q_proj), projection(memory_attn.out_proj)
         self.fc1, self.fc2 = projection(layer.fc1), projection(layer.fc2)
-        self.memory_k, self.memory_v = (x.contiguous() for x in self.memory_attn.keys_values(memory))
-        R, h, _, d = self.memory_k.shape
-        self.k, self.v = memory.new_empty(R, h, slots, d), memory.new_empty(R, h, slots, d)
+        self.memory = torch.stack(memory_attn.keys_values(memory)).flatten(1, 2)
+        _, rows, _, d = self.memory.shape
+        self.target = memory.new_empty(2, rows, slots, d)
 
     def __call__(self, x, ancestry, padding):
-        """x (R, K, D) -> (R, K, D); the masks as in `attend`."""
+        """x (R K, D) -> (R K, D); the masks as in `attend`."""
         layer, self.ancestry, self.padding = self.layer, ancestry, padding
-        x = layer.residual(x, layer.self_attn_layer_norm, self.self_attention)
-        x = layer.residual(x, layer.encoder_attn_layer_norm, self.cross_attention)
-        return layer.residual(x, layer.final_layer_norm, self.feed_forward)
+        x = self.residual(x, layer.self_attn_layer_norm, self.self_attention)
+        x = self.residual(x, layer.encoder_attn_layer_norm, self.cross_attention)
+        return self.residual(x, layer.final_layer_norm, self.feed_forward)
+
+    def residual(self, x, norm, sublayer):
+        return x + sublayer(norm(x)) if self.pre else norm(x + sublayer(x))
 
     def self_attention(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.attn.heads, -1)).permute(2, 0, 3, 1, 4)  # (R, h, K, d) each
-        used = self.ancestry.shape[2]
-        self.k[:, :, used - x.shape[1] : used], self.v[:, :, used - x.shape[1] : used] = k, v
-        return self.out(attend(q, self.k[:, :, :used], self.v[:, :, :used], self.ancestry))
+        qkv = self.split(self.qkv(x))
+        before, self.used = self.used, self.used + qkv.shape[2]
+        self.target[:, :, before : self.used] = qkv[1:]
+        return self.out(self.merge(attend(qkv[0], self.target[:, :, : self.used], self.ancestry)))
 
     def cross_attention(self, x):
-        q = self.memory_attn.split(self.memory_q(x))
-        return self.memory_out(attend(q, self.memory_k, self.memory_v, self.padding))
+        (q,) = self.split(self.memory_q(x))
+        return self.memory_out(self.merge(attend(q, self.memory, self.padding)))
 
     def feed_forward(self, x):
         return self.fc2(self.layer.activation(self.fc1(x)))
 
+    def split(self, x):
+        """(R K, n D) -> (n, R h, K, d)"""
+        _, rows, _, d = self.memory.shape
+        x = x.view(rows // self.heads, -1, x.shape[1] // (self.heads * d), self.heads, d)
+        return x.permute(2, 0, 3, 1, 4).reshape(x.shape[2], rows, -1, d)
+
+    def merge(self, y):
+        """(R h, K, d) -> (R K, D)"""
+        y = y.view(-1, self.heads, *y.shape[1:]).transpose(1, 2)
+        return y.reshape(-1, y.shape[2] * y.shape[3])
+
     def resize(self, kept, slots):
         """Make room for so many slots, of which the first are those numbered `kept` (R, n) until now."""
-        R, h, _, d = self.k.shape
-        index = kept[:, None, :, None].expand(R, h, -1, d)
-        for name in ("k", "v"):
-            new = self.k.new_empty(R, h, slots, d)
-            new[:, :, : kept.shape[1]] = getattr(self, name).gather(2, index)
-            setattr(self, name, new)
+        index = kept.repeat_interleave(self.heads, 0)[None, :, :, None].expand(2, -1, -1, self.target.shape[3])
+        old, self.used = self.target, kept.shape[1]
+        self.target = old.new_empty(*old.shape[:2], slots, old.shape[3])
+        self.target[:, :, : self.used] = old.gather(2, index)
 
     def leave(self, rows, stay):
-        for name in ("k", "v", "memory_k", "memory_v"):
-            setattr(self, name, leave(getattr(self, name), rows, stay))
+        for name in ("target", "memory"):
+            x = getattr(self, name).unflatten(1, (-1, self.heads))
+            x[:, rows[0]] = x[:, rows[1]]
+            setattr(self, name, x[:, :stay].flatten(1, 2))
 
 
 class IncrementalDecoder:
     """The decoder over the open sentences of a batch: memory (R, S, D), attention_mask (R, S)."""
 
     def __init__(self, decoder, memory, attention_mask, options, longest):
-        self.decoder, self.n, self.slots = decoder, 0, max(64, 2 * options.beams)
+        self.decoder, self.n, self.beams = decoder, 0, options.beams
+        self.slots = longest if options.beams == 1 else max(64, 32 * options.beams)
         lowest = torch.finfo(memory.dtype).min
         self.layers = [IncrementalLayer(layer, memory, self.slots) for layer in decoder.layers]
         self.positions = decoder.embed_positions(torch.arange(longest, device=memory.device), longest).to(memory.dtype)
@@ -199,17 +211,24 @@ class IncrementalDecoder:
 
     def step(self, tokens, parents):
         """States (R, K, D) that predict what follows the newest tokens (R, K), whose predecessors are `parents`."""
-        decoder, (R, K) = self.decoder, tokens.shape
-        x = decoder.embed_tokens(tokens) * math.sqrt(decoder.config.d_model) + self.positions[self.n]
+        decoder = self.decoder
+        x = decoder.embed_tokens(tokens.flatten()) * math.sqrt(decoder.config.d_model) + self.positions[self.n]
+        ancestry, padding = self.look(parents), self.padding.flatten(0, 1)
+        for layer in self.layers:
+            x = layer(x, ancestry, padding)
+        self.n += 1
+        return decoder.layer_norm(x).view(*tokens.shape, -1)
+
+    def look(self, parents):
+        """The mask of the slots, (R h, K, slots); a lone beam descends from all of them: (1, 1, 1)."""
+        R, K = parents.shape
+        if self.beams == 1:
+            return self.own_slots[None]
         self.ancestry = take(self.ancestry, parents)
         if self.ancestry.shape[2] + K > self.slots:
             self.make_room(K)
         self.ancestry = torch.cat([self.ancestry, self.own_slots[:K, :K].expand(R, K, K)], dim=2)
-        ancestry, padding = self.for_heads(self.ancestry).flatten(0, 1), self.padding.flatten(0, 1)
-        for layer in self.layers:
-            x = layer(x, ancestry, padding)
-        self.n += 1
-        return decoder.layer_norm(x)
+        return self.for_heads(self.ancestry).flatten(0, 1)
 
     def make_room(self, K):
         """Forget the slots that no open beam descends from, and have twice as many as are left."""
@@ -234,6 +253,8 @@ def top(x, k):
 
     With V laid out in rows, they are in the k columns with the largest maxima, and maxima of columns are cheap.
     """
+    if x.numel() < 2**17:
+        return x.topk(min(k, x.shape[-1]))
     V = x.shape[-1]
     rows = max(n for n in range(1, 26) if V % n == 0)
     x = x.unflatten(-1, (rows, -1))
@@ -250,7 +271,7 @@ class Beams:
     Ended, best first: rank (R, P), -inf where there is none; log_prob (R, P), tokens (R, P, 1 + n), -1 after the end.
     """
 
-    LOGITS = 2**20  # computed at a time, so that they are still in the CPU's cache when they are compared
+    LOGITS = 2**22  # computed at a time, so that they are still in the CPU's cache when they are compared
 
     def __init__(self, config, options, limit, prefix, uniform):
         """Token limit (R,), forced tokens (R, at most limit) with -1 where the choice is free, draws (R, K, limit)."""
@@ -282,7 +303,8 @@ class Beams:
 
     def log_probabilities(self, logits, rows):
         """log P (r, K, V) of the next tokens of some sentences, -inf where a token must not be chosen."""
-        log_p, n = logits.float().log_softmax(-1), self.tokens.shape[2] - 1
+        logits, n = logits.float(), self.tokens.shape[2] - 1
+        log_p = torch.log_softmax(logits, -1, out=logits)
         forced = self.prefix[rows, n, None, None].expand(-1, log_p.shape[1], 1) if n < self.prefix.shape[1] else None
         if forced is not None:
             kept = log_p.gather(2, forced.clamp_min(0))
@@ -464,12 +486,14 @@ class AttentionMap:
 def inference(model):
     """No gradients and no dropout; the model is left in the mode that it was in."""
     training = model.training
-    model.train(False)
+    if training:  # to tell every module costs a tenth of the time of a short sentence
+        model.eval()
     try:
         with torch.inference_mode():
             yield
     finally:
-        model.train(training)
+        if training:
+            model.train()
 
 
 class TranslationMixin:

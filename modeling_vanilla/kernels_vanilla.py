@@ -4,6 +4,8 @@
 benchmarks/README.md says what each is worth. Shapes: N tokens, D = d_model, V = vocab_size.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,21 +15,18 @@ from torch.autograd.function import once_differentiable
 # -- Linear maps ------------------------------------------------------------------------------------------------------
 
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-WORTHWHILE = 2**20  # multiplications, below which calling oneDNN costs more than it saves
+WORTHWHILE = 2**18  # multiplications, below which calling oneDNN costs more than it saves
 
 
-def onednn_helps(x, weight):
-    """Whether x W^T is a product of large float32 matrices on a CPU.
+def onednn_multiplies(x):
+    """Whether oneDNN can take products of x: float32 on a CPU.
 
     PyTorch leaves these to MKL, which uses AVX-512 on Intel's processors only; oneDNN uses it on AMD's too.
     """
     return (
         ONEDNN
-        and type(x) is torch.Tensor
         and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and x.dim() > 1
-        and x.numel() * len(weight) >= WORTHWHILE
+        and x.dtype == torch.float32
         and torch.backends.mkldnn.enabled
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
@@ -36,9 +35,25 @@ def onednn_helps(x, weight):
 
 def product(x, weight, bias=None):
     """x W^T + b: (..., D), (V, D), (V,) -> (..., V), without gradients."""
-    if onednn_helps(x, weight):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # as torch.compile calls it
-    return F.linear(x, weight, bias)
+    if x.numel() * weight.shape[0] < WORTHWHILE or x.dim() == 1 or not onednn_multiplies(x):
+        return F.linear(x, weight, bias)
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # as torch.compile calls it
+
+
+class PackedProduct:
+    """`product` with one weight for many x (N, D): oneDNN keeps it in the layout that it multiplies fastest."""
+
+    def __init__(self, weight, bias=None):
+        self.weight, self.bias, self.packed = weight, bias, None
+        # A single row gains nothing.
+        self.least = max(WORTHWHILE // weight.shape[0], 1 + weight.shape[1]) if onednn_multiplies(weight) else math.inf
+
+    def __call__(self, x):
+        if x.numel() < self.least:
+            return product(x, self.weight, self.bias)
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, len(x))
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
 class Product(torch.autograd.Function):
@@ -63,9 +78,11 @@ class Linear(nn.Linear):
     """nn.Linear, faster on CPUs. Weights that are no plain parameters (sharded, quantised) are left to torch."""
 
     def forward(self, x):
-        if type(self.weight) is nn.Parameter and onednn_helps(x, self.weight):
-            return Product.apply(x, self.weight, self.bias)
-        return super().forward(x)
+        small = x.numel() * self.out_features < WORTHWHILE or x.dim() == 1
+        if small or type(x) is not torch.Tensor or type(self.weight) is not nn.Parameter or not onednn_multiplies(x):
+            return super().forward(x)
+        multiply = Product.apply if torch.is_grad_enabled() else product
+        return multiply(x, self.weight, self.bias)
 
 
 # -- 5.4 Residual Dropout ---------------------------------------------------------------------------------------------
