@@ -4,6 +4,7 @@
     python run_translation.py configs/multi30k_en_de.yaml --train_file data/train --validation_file data/val \\
         --test_file data/test --max_minutes 20 --output_dir out
     torchrun --nproc_per_node 2 run_translation.py ...                       the same updates on two devices, or CPUs
+    python run_translation.py --dataset_name you/corpus --streaming --max_steps 99999 --tokenizer_name tokenizer ...
     python run_translation.py --model_name_or_path out --do_predict --test_file news
 
 The same command goes on after an interruption. python run_translation.py --help lists the flags.
@@ -57,7 +58,7 @@ MAY_CHANGE = (
     ),
     *("do_train", "do_eval", "do_predict", "test_file", "max_eval_samples", "max_predict_samples"),
     *("num_beams", "eval_num_beams", "length_penalty"),
-    *("push_to_hub", "hub_model_id", "hub_private_repo", "license"),
+    *("push_to_hub", "hub_strategy", "hub_model_id", "hub_private_repo", "license"),
 )
 USE = """
 The model is in {folder}. Translate a file, or from Python:
@@ -79,16 +80,20 @@ def main():
     if recipe.push_to_hub and accelerator.is_main_process:  # a missing login shows now and not hours later
         hub.create_repository(recipe.hub_model_id, private=recipe.hub_private_repo)
     set_seed(recipe.seed)
-    with accelerator.main_process_first():
-        if claim_output_dir(recipe, overrides, accelerator.is_main_process) == "finished":
-            return report_finished(recipe, accelerator)
-        splits = data.load(recipe)
-        tokenizer = build_tokenizer(recipe, splits.train)
+    with training.main_process_first(accelerator):
+        finished = claim_output_dir(recipe, overrides, accelerator.is_main_process) == "finished"
+        if not finished:
+            splits = data.load(recipe)
+            tokenizer = build_tokenizer(recipe, splits.train)
+    if finished:
+        return accelerator.is_main_process and report_finished(recipe)
     model = build_model(recipe, overrides, tokenizer).to(accelerator.device)
     run = train(recipe, accelerator, model, tokenizer, splits) if recipe.do_train else None
     scored = score(recipe, accelerator, model, tokenizer, splits)
     if accelerator.is_main_process:
-        finish(recipe, accelerator, model, tokenizer, splits, run, scored)
+        with sharing.saving(recipe.output_dir):
+            finish(recipe, accelerator, model, tokenizer, splits, run, scored)
+        share(recipe)
     accelerator.end_training()
 
 
@@ -109,7 +114,7 @@ def claim_output_dir(recipe, overrides, write=True):
         raise InputError("--source_lang and --target_lang are missing: name the languages, such as en and de")
     file, now = folder / "recipe.json", {**asdict(recipe), "model": overrides}
     if not file.exists():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or {path.name for path in folder.iterdir()} - {"lost+found"}):
             raise InputError(f"{folder} holds something else: name a new or empty folder with --output_dir")
         write_json(file, now)
         return "new"
@@ -133,10 +138,18 @@ def write_json(file, content):
         (aside / file.name).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def report_finished(recipe, accelerator):
-    accelerator.print(f"{recipe.output_dir} holds the finished run of this recipe:")
-    accelerator.print((Path(recipe.output_dir) / "all_results.json").read_text())
-    accelerator.print("Train longer with a larger --max_steps, --num_train_epochs or --max_minutes.")
+def report_finished(recipe):
+    print(f"{recipe.output_dir} holds the finished run of this recipe:")
+    print((Path(recipe.output_dir) / "all_results.json").read_text())
+    print("Train longer with a larger --max_steps, --num_train_epochs or --max_minutes.")
+    share(recipe)
+
+
+def share(recipe):
+    """Upload the folder if asked to; done twice, the Hub sees that nothing has changed."""
+    if recipe.push_to_hub:
+        address = hub.push_to_hub(recipe.output_dir, recipe.hub_model_id, private=recipe.hub_private_repo)
+        print(f"The model is on the Hub: {address}")
 
 
 def build_tokenizer(recipe, train):
@@ -181,13 +194,11 @@ def train(recipe, accelerator, model, tokenizer, splits):
     run = training.Training(recipe, accelerator, model, tokenizer, splits)
     datasets.disable_progress_bars()  # the tokenising of evaluation data would interrupt ours
     accelerator.init_trackers(Path(recipe.output_dir).name, config=asdict(recipe))
-    dropped = {reason: count for reason, count in {**splits.dropped, "too long": run.too_long}.items() if count}
-    lines = [
-        f"{model.num_parameters():,} parameters, {len(tokenizer):,} pieces, {len(run.train):,} training pairs"
-        + (f", left out: {dropped}" if dropped else ""),
-        f"{run.plan.updates_per_epoch} updates an epoch of about {recipe.tokens_per_update:,} target tokens, "
-        f"{run.plan.padding(num_devices=accelerator.num_processes):.1%} padding",
-    ]
+    lines = [f"{model.num_parameters():,} parameters, {len(tokenizer):,} pieces", str(run.reader)]
+    if dropped := {reason: count for reason, count in splits.dropped.items() if count}:
+        lines.append(f"left out: {dropped}")
+    if splits.validation is None:
+        lines.append("no validation data: no scores while it trains; name some with --validation_file")
     if splits.overlap:
         lines.append(f"{splits.overlap} training pairs also occur in the held-out data (see --remove_overlap)")
     fitted = recipe.lr_scheduler_type == "linear"
@@ -197,7 +208,8 @@ def train(recipe, accelerator, model, tokenizer, splits):
         )
     for line in lines:
         run.say(line)
-    run.say(f"the first pair: {splits.train[0]['source']!r} => {splits.train[0]['target']!r}")
+    first = next(iter(splits.train))
+    run.say(f"the first pair: {first['source']!r} => {first['target']!r}")
     run.run()
     run.say(run.time_table())
     return run
@@ -214,7 +226,7 @@ def score(recipe, accelerator, model, tokenizer, splits):
 
 
 def finish(recipe, accelerator, model, tokenizer, splits, run, scored):
-    """Write the model folder with its card and results, show some translations, share."""
+    """Write the model folder with its card and results, show some translations."""
     folder = Path(recipe.output_dir)
     results = {} if run is None else run.results()
     for name, (_, scores, _) in scored.items():
@@ -233,8 +245,6 @@ def finish(recipe, accelerator, model, tokenizer, splits, run, scored):
     show(scored)
     if run is not None:
         print(USE.format(folder=folder))
-    if recipe.push_to_hub:
-        print(hub.push_to_hub(folder, recipe.hub_model_id, private=recipe.hub_private_repo))
 
 
 def set_generation_defaults(model, recipe):
@@ -247,16 +257,17 @@ def set_generation_defaults(model, recipe):
 
 def facts(recipe, accelerator, model, tokenizer, splits, run, scored):
     """What the card tells of this run."""
-    data_facts = [fact for split in ("train", "validation", "test") if (fact := describe(recipe, splits, split))]
+    sizes = {"train": run and run.reader.pairs_per_epoch}
+    sizes |= {split: len(pairs) for split in ("validation", "test") if (pairs := getattr(splits, split)) is not None}
     pairs, _, translations = scored.get("test") or scored.get("eval") or (splits.train, None, [])
     known = card.Facts(
         name=Path(recipe.output_dir).resolve().name,
         address=recipe.output_dir,
-        example=pairs[0]["source"],
+        example=next(iter(pairs))["source"],
         source_lang=recipe.source_lang,
         target_lang=recipe.target_lang,
-        data=data_facts,
-        left_out={**splits.dropped, "too long": run.too_long} if run else {},
+        data=[describe(recipe, split, size) for split, size in sizes.items() if size],
+        left_out={**splits.dropped, **run.reader.dropped} if run else {},
         overlap=splits.overlap,
         config=model.config.to_dict(),
         parameters=model.num_parameters(),
@@ -281,20 +292,18 @@ def facts(recipe, accelerator, model, tokenizer, splits, run, scored):
     return known
 
 
-def describe(recipe, splits, split):
-    """Name, size, and files with their hashes of one split; None if the run has none."""
-    pairs, file = getattr(splits, split), getattr(recipe, f"{split}_file")
-    if pairs is None:
-        return None
+def describe(recipe, split, size):
+    """Name, size, and files with their hashes of one split."""
+    file = getattr(recipe, f"{split}_file")
     if recipe.dataset_name:
-        return card.Data(split=split, name=recipe.dataset_name, pairs=len(pairs), hub_id=recipe.dataset_name)
+        return card.Data(split=split, name=recipe.dataset_name, pairs=size, hub_id=recipe.dataset_name)
     files = (
         []
         if file is None
         else corpus.describe(file, recipe.source_lang, recipe.target_lang, references=split != "test")
     )
     name = Path(file or f"held out of {recipe.train_file}").name
-    return card.Data(split=split, name=name, pairs=len(pairs), files=files)
+    return card.Data(split=split, name=name, pairs=size, files=files)
 
 
 def card_score(recipe, name, pairs, scores):

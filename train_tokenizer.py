@@ -6,7 +6,7 @@
     python train_tokenizer.py --dataset_name you/corpus --source_lang en --target_lang sw --output_dir tokenizer
 
 The text is streamed; memory grows with the number of distinct words only, about 1 GB for a million of them
-(--max_train_samples bounds it).
+(--max_train_samples bounds it, and what is downloaded of a data set).
 Afterwards: AutoTokenizer.from_pretrained("tokenizer"), or run_translation.py --tokenizer_name tokenizer.
 """
 
@@ -88,7 +88,8 @@ def read_pairs(args):
         source_lang,
         target_lang,
         dataset_config_name=args.dataset_config_name,
-        streaming=not args.dataset_name,  # a data set is downloaded once and then read from its cache
+        # A data set that is read whole is downloaded once and then read from its cache.
+        streaming=not args.dataset_name or args.max_train_samples is not None,
     )
     for pair in islice(pairs, args.max_train_samples):
         yield pair["source"], pair["target"]

@@ -82,7 +82,7 @@ def compare(size, config, pairs, tokenizer, folder, args):
         "this project": ours,
         "MarianMTModel, same loop": Loop(Learner(marian(config), config), tokenizer, pairs, folder),
         "torch.nn.Transformer, same loop": Loop(Learner(TorchTransformer(config), config), tokenizer, pairs, folder),
-        "Seq2SeqTrainer with MarianMTModel": Trainer(marian(config), tokenizer, ours.run.train, folder),
+        "Seq2SeqTrainer with MarianMTModel": Trainer(marian(config), tokenizer, ours.run.reader.tokens, folder),
     }
     if args.joey.exists():
         systems["JoeyNMT's model, same batches"] = Joey(
@@ -100,7 +100,7 @@ def compare(size, config, pairs, tokenizer, folder, args):
         best = {name: max(best[name], rate) for name, rate in rates.items()}
     for system in systems.values():
         system.close()
-    return best, operations(config, ours.run.plan.lengths.mean(axis=0)), products
+    return best, operations(config, ours.run.reader.plan.lengths.mean(axis=0)), products
 
 
 def report(size, best, operations, products):

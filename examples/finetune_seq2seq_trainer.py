@@ -1,5 +1,6 @@
 """Fine-tune a vanilla model with transformers' own Seq2SeqTrainer. The folder is enough; this package is not imported.
 
+    pip install "transformers[torch]" datasets sacrebleu
     python examples/finetune_seq2seq_trainer.py --model_name_or_path out --output_dir tuned \
         --train_file train.jsonl --validation_file dev.jsonl --source_lang en --target_lang de \
         --num_train_epochs 3 --learning_rate 1e-4 --per_device_train_batch_size 32 --gradient_accumulation_steps 4
@@ -12,8 +13,8 @@ before transformers 5.15 the Trainer's smoother scales it wrongly when gradients
 from dataclasses import dataclass
 from pathlib import Path
 
-import sacrebleu
 from datasets import load_dataset
+from sacrebleu import BLEU, CHRF
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -23,20 +24,21 @@ from transformers import (
     Seq2SeqTrainingArguments,
     set_seed,
 )
+from transformers.hf_argparser import HfArg
 
 
 @dataclass
 class Arguments:
-    model_name_or_path: str
-    train_file: str
-    validation_file: str
-    source_lang: str = "en"
-    target_lang: str = "de"
-    max_length: int = 256
+    model_name_or_path: str = HfArg(help="folder, or name on the Hub; its code is run")
+    train_file: str = HfArg(help="JSON lines")
+    validation_file: str = HfArg(help="JSON lines; scored after each epoch")
+    source_lang: str = HfArg(help="key of the source in each pair")
+    target_lang: str = HfArg(help="key of the target; also decides how BLEU splits words")
+    max_length: int = HfArg(default=256, help="training pairs with a side of more tokens are left out")
 
 
 def load_pairs(arguments, tokenizer):
-    """Both files as token ids: `</s>` comes from the tokenizer, `<s>` from the collator; long training pairs go."""
+    """Both files as token ids, with `</s>` from the tokenizer; the collator adds `<s>`."""
 
     def encode(rows):
         pairs = rows["translation"]
@@ -51,8 +53,8 @@ def load_pairs(arguments, tokenizer):
     return pairs["train"].filter(short), pairs["validation"]
 
 
-def scorer(tokenizer):
-    """BLEU and chrF of a `Seq2SeqTrainer` evaluation, both sides of which are padded with -100."""
+def scorer(tokenizer, target_lang):
+    """BLEU and chrF of an evaluation, both sides of which come padded with -100."""
 
     def texts(ids):
         ids = [[token for token in row if token >= 0] for row in ids.tolist()]
@@ -60,10 +62,8 @@ def scorer(tokenizer):
 
     def score(evaluation):
         hypotheses, references = texts(evaluation.predictions), [texts(evaluation.label_ids)]
-        return {
-            "bleu": sacrebleu.corpus_bleu(hypotheses, references).score,
-            "chrf": sacrebleu.corpus_chrf(hypotheses, references).score,
-        }
+        metrics = {"bleu": BLEU(trg_lang=target_lang), "chrf": CHRF()}
+        return {name: metric.corpus_score(hypotheses, references).score for name, metric in metrics.items()}
 
     return score
 
@@ -84,14 +84,15 @@ def main(argv=None):
         processing_class=tokenizer,
         # With the model, so that decoder inputs exist even where the Trainer takes the labels away.
         data_collator=DataCollatorForSeq2Seq(tokenizer, model),
-        compute_metrics=scorer(tokenizer),
+        compute_metrics=scorer(tokenizer, arguments.target_lang),
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    trainer.save_model()
     trainer.save_metrics("all", trainer.evaluate())
-    # transformers 5 writes a class name that transformers 4 does not know; all versions know this one.
-    settings = Path(training.output_dir, "tokenizer_config.json")
-    settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        # transformers 5 writes a class name that transformers 4 does not know; all versions know this one.
+        settings = Path(training.output_dir, "tokenizer_config.json")
+        settings.write_text(settings.read_text().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"'))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from .errors import InputError
-from .sharing import save_model, written_aside
+from .sharing import write_model, written_aside
 
 
 STATE = "training_state"
@@ -31,20 +31,17 @@ def save(folder, model, tokenizer, tensors, progress):
         progress: what JSON can hold.
 
     Raises:
-        OSError: the disk is full; what was written is removed, earlier checkpoints are untouched.
+        InputError: the disk is full; what was written is removed, earlier checkpoints are untouched.
     """
-    try:
-        shutil.rmtree(folder, ignore_errors=True)  # a broken one that was passed over
-        with written_aside(folder) as aside:
-            save_model(model, tokenizer, aside)
-            (aside / STATE).mkdir()
-            for name, content in tensors.items():
-                save_file(content, aside / STATE / f"{name}.safetensors")
-            (aside / STATE / "progress.json").write_text(json.dumps(progress, indent=1))
-            sizes = {str(path.relative_to(aside)): path.stat().st_size for path in aside.rglob("*") if path.is_file()}
-            (aside / STATE / MANIFEST).write_text(json.dumps(sizes, indent=1))
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"{folder} could not be written ({error})") from error
+    shutil.rmtree(folder, ignore_errors=True)  # a broken one that was passed over
+    with written_aside(folder) as aside:
+        write_model(model, tokenizer, aside)
+        (aside / STATE).mkdir()
+        for name, content in tensors.items():
+            save_file(content, aside / STATE / f"{name}.safetensors")
+        (aside / STATE / "progress.json").write_text(json.dumps(progress, indent=1))
+        sizes = {str(path.relative_to(aside)): path.stat().st_size for path in aside.rglob("*") if path.is_file()}
+        (aside / STATE / MANIFEST).write_text(json.dumps(sizes, indent=1))
 
 
 def load(folder):

@@ -5,7 +5,7 @@
 
 Both are the same Transformer with the same names of weights. Marian's differs in settings that have a field here
 (concatenated sinusoids, swish, a bias on the logits); what has none is refused. Layer drop, which acts in training
-only, is left behind.
+only, is left behind. The tokenizer stays Marian's, which needs `pip install sentencepiece`.
 """
 
 import argparse
@@ -103,9 +103,16 @@ def convert(source: str | Path, target: str | Path, back: bool = False) -> None:
         for name in TOKENIZER:
             if (source / name).is_file():
                 shutil.copyfile(source / name, aside / name)
-        if not back:
-            new.config.tokenizer_class = "MarianTokenizer"  # which older folders leave to the model's type
+        if (aside / "source.spm").is_file():
+            name_tokenizer_class(aside / "tokenizer_config.json")
         new.save_pretrained(aside)
+
+
+def name_tokenizer_class(settings: Path) -> None:
+    """Write down which tokenizer reads Marian's files; older folders leave that to the type of the model."""
+    found = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    found.setdefault("tokenizer_class", "MarianTokenizer")
+    settings.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -101,6 +101,14 @@ def describe(name, source_lang=None, target_lang=None, *, references=True) -> li
     return facts
 
 
+def splits(name, dataset_config_name=None) -> list[str]:
+    """The splits of a data set on the Hub, or of a folder that holds one."""
+    try:
+        return datasets.get_dataset_split_names(name, dataset_config_name)
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        raise InputError(f"{name}: {_one_line(error)}") from error
+
+
 def clean(pairs, *, deduplicate=False, max_length_ratio=None) -> tuple[datasets.Dataset, dict[str, int]]:
     """Drop the pairs that training cannot use and count them by reason: "empty", "ratio", "duplicate", in this order.
 

@@ -1,43 +1,59 @@
 """From the recipe's files to token ids: load, clean, hold out, tokenise, and read the pairs of one update."""
 
 import hashlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset, Features, Sequence, Value
+import torch
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    Sequence,
+    Value,
+    concatenate_datasets,
+    disable_progress_bars,
+)
 from datasets.fingerprint import Hasher
 
 from . import corpus
-from .batching import collate
+from .batching import UpdatePlan, collate
 from .errors import InputError
 from .tokenization import DropoutSegmenter
 
 
 SIDES = "source", "target"
 HELD_OUT = 1000  # validation pairs taken from the training data when the recipe names none, at most a tenth of it
+LAUNCH_TOKENS = {"cpu": 128, "cuda": 4096}  # padding worth less than another batch, see UpdatePlan
+# Of a stream: pairs among which the order is random, pairs that are tokenised at a time, updates that are planned
+# together so that each finds enough pairs of a length.
+SHUFFLED, CHUNK, WINDOW = 65_536, 8_192, 16
 
 
 @dataclass
 class Splits:
     """The text: three data sets with the columns `source` and `target`, and what was done to the training data."""
 
-    train: Dataset | None = None
+    train: Dataset | IterableDataset | None = None
     validation: Dataset | None = None
     test: Dataset | None = None
     dropped: dict = field(default_factory=dict)  # reason -> number of training pairs
-    overlap: int = 0  # training pairs that also occur in the validation or test data
+    overlap: int | None = None  # training pairs that also occur in the validation or test data; None: not looked for
 
 
 def load(recipe):
     """The recipe's data: everything it names, cleaned and cut to the sizes it asks for."""
     names = {split: getattr(recipe, f"{split}_file") for split in ("train", "validation", "test")}
-    if not recipe.do_train:
-        names["train"] = None
     if recipe.train_file == "demo":
         names = {split: name or "demo" for split, name in names.items()}
     if recipe.dataset_name:
-        names = dict.fromkeys(names, recipe.dataset_name)
+        there = {"train", *corpus.splits(recipe.dataset_name, recipe.dataset_config_name)}
+        names = {split: name or recipe.dataset_name if split in there else name for split, name in names.items()}
+    if not recipe.do_train:
+        names["train"] = None
     limits = {
         "train": recipe.max_train_samples,
         "validation": recipe.max_eval_samples,
@@ -46,21 +62,27 @@ def load(recipe):
     splits = Splits()
     for split, name in names.items():
         if name is not None:
-            setattr(splits, split, head(read(recipe, name, split), limits[split]))
-    if splits.train is not None:
+            setattr(splits, split, read(recipe, name, split, limits[split]))
+    if splits.train is not None and not recipe.streaming:
         clean(splits, recipe)
     return splits
 
 
-def read(recipe, name, split):
-    return corpus.load(
+def read(recipe, name, split, limit):
+    """The first pairs of a split; of a streamed data set nothing else is downloaded."""
+    pairs = corpus.load(
         name,
         recipe.source_lang,
         recipe.target_lang,
         split=split,
         references=split != "test",
         dataset_config_name=recipe.dataset_config_name,
+        streaming=recipe.streaming,
     )
+    if not recipe.streaming:
+        return head(pairs, limit)
+    pairs = pairs if limit is None else pairs.take(limit)
+    return pairs if split == "train" else Dataset.from_list(list(pairs), pairs.features)
 
 
 def head(pairs, limit):
@@ -75,6 +97,7 @@ def clean(splits, recipe):
     if splits.validation is None:
         splits.train, held = hold_out(splits.train)
         splits.validation = held and head(held, recipe.max_eval_samples)
+    splits.overlap = 0
     for held_out in filter(None, (splits.validation, splits.test)):
         if "target" not in held_out.column_names:
             continue
@@ -126,7 +149,38 @@ def lengths(tokens):
         [pc.list_value_length(batch[name]).to_numpy() for name in ("input_ids", "labels")]
         for batch in tokens.with_format("arrow").iter(10_000)
     )
-    return np.concatenate([np.stack(batch, axis=1) for batch in batches])
+    return np.concatenate([np.zeros((0, 2), np.int32), *(np.stack(batch, axis=1) for batch in batches)])
+
+
+def prepare(text, tokenizer, recipe, workers=None):
+    """(text, token ids, lengths) of the pairs that are not too long."""
+    tokens = tokenise(text, tokenizer, workers)
+    counts = lengths(tokens)
+    kept = np.flatnonzero((counts <= (recipe.max_source_length, recipe.max_target_length)).all(axis=1))
+    return (text, tokens, counts) if len(kept) == len(text) else (text.select(kept), tokens.select(kept), counts[kept])
+
+
+def update_plan(counts, recipe):
+    launch_tokens = LAUNCH_TOKENS["cuda" if torch.cuda.is_available() else "cpu"]
+    return UpdatePlan(counts, recipe.tokens_per_update, recipe.max_tokens_per_device, recipe.seed, launch_tokens)
+
+
+def reader(recipe, splits, tokenizer, config, device=0, num_devices=1):
+    """What reads the updates of one device, from pairs that are planned at once or from a stream.
+
+    Pairs that are too long leave `splits.train`, and are counted in `splits.dropped`.
+    """
+    if recipe.streaming:
+        return StreamReader(splits.train, tokenizer, config, recipe, device, num_devices)
+    text, tokens, counts = prepare(splits.train, tokenizer, recipe, recipe.preprocessing_num_workers)
+    if not len(text):
+        raise InputError(
+            f"all {len(splits.train)} training pairs are longer than --max_source_length {recipe.max_source_length} "
+            f"or --max_target_length {recipe.max_target_length}"
+        )
+    splits.dropped["too long"] = len(splits.train) - len(text)
+    splits.train = text
+    return PairReader(tokens, text, tokenizer, config, recipe, update_plan(counts, recipe), device, num_devices)
 
 
 class PairReader:
@@ -135,15 +189,30 @@ class PairReader:
     Noise is a function of seed, epoch and pair alone: the same on any number of devices and after any interruption.
     """
 
+    dropped = {}  # reason -> pairs left out while reading
+
     def __init__(self, tokens, text, tokenizer, config, recipe, plan, device=0, num_devices=1):
         self.tokens, self.text, self.config, self.recipe, self.plan = tokens, text, config, recipe, plan
         self.device, self.num_devices = device, num_devices
         self.unk = tokenizer.unk_token_id
         self.segmenter = DropoutSegmenter(tokenizer, recipe.bpe_dropout) if recipe.bpe_dropout else None
+        self.updates_per_epoch, self.pairs_per_epoch = plan.updates_per_epoch, len(tokens)
+
+    def __str__(self):
+        return (
+            f"{self.pairs_per_epoch:,} training pairs, {self.updates_per_epoch:,} updates an epoch of about "
+            f"{self.recipe.tokens_per_update:,} target tokens, {self.plan.padding(num_devices=self.num_devices):.1%} "
+            "padding"
+        )
+
+    @property
+    def fingerprint(self):
+        """What tells these training data from others."""
+        return hashlib.sha256(self.plan.lengths.tobytes()).hexdigest()
 
     def __getitem__(self, n):
         """This device's micro-batches of update n: dictionaries of tensors (see `batching.collate`)."""
-        shares, epoch = self.plan.update(n, self.num_devices), n // self.plan.updates_per_epoch
+        shares, epoch = self.plan.update(n, self.num_devices), n // self.updates_per_epoch
         mine = [rows for rows in shares[self.device] if len(rows)]
         if not mine:  # every device takes part in the reduction of gradients, this one with zeros
             first = next(rows for share in shares for rows in share if len(rows))[:1]
@@ -194,3 +263,82 @@ class PairReader:
 
     def noise(self, row, side, epoch):
         return np.random.default_rng((self.recipe.seed, epoch, int(row), SIDES.index(side)))
+
+
+class StreamReader:
+    """Reads the updates of a stream, of which it never holds more than two shuffled buffers; see `PairReader`.
+
+    The pairs of about WINDOW updates are planned and read like a corpus whose epoch is the number of the window, so
+    each has an order and noise of its own. Every device reads the whole stream and takes its share of each update. The
+    stream has no seek: to go on at update n is to read it again up to there.
+    """
+
+    updates_per_epoch, fingerprint = None, ""  # not known before the end
+
+    def __init__(self, pairs, tokenizer, config, recipe, device=0, num_devices=1):
+        self.pairs = pairs.shuffle(seed=recipe.seed, buffer_size=SHUFFLED)
+        self.tokenizer, self.config, self.recipe, self.place = tokenizer, config, recipe, (device, num_devices)
+        # Counted by the process that prepares batches, read by the one that trains.
+        self._counts = torch.zeros(4, dtype=torch.int64).share_memory_()
+        self._updates, self._next = None, 0
+
+    def __str__(self):
+        return f"a stream of training pairs, updates of about {self.recipe.tokens_per_update:,} target tokens"
+
+    @property
+    def pairs_per_epoch(self):
+        """Pairs of the first pass, as far as it has come."""
+        return int(self._counts[0])
+
+    @property
+    def dropped(self):
+        """Reason -> number of pairs left out of the first pass, as far as it has come."""
+        return dict(zip(("empty", "ratio", "too long"), self._counts[1:].tolist(), strict=True))
+
+    def __getitem__(self, n):
+        """This device's micro-batches of update n."""
+        if self._updates is None or n < self._next:
+            self._updates, self._next = self._all_updates(), 0
+        window, step = next(itertools.islice(self._updates, n - self._next, None))
+        self._next = n + 1
+        return window[step]
+
+    def _all_updates(self):
+        """(window, update in it), one after the other."""
+        disable_progress_bars()
+        for number, window in enumerate(self._windows()):
+            for step in range(window.updates_per_epoch):
+                yield window, number * window.updates_per_epoch + step
+
+    def _windows(self) -> Iterator[PairReader]:
+        """One pass over the stream after the other; no window holds pairs of two."""
+        for epoch in itertools.count():
+            chunks, seen = [], 0
+            for chunk in self._chunks(epoch):
+                chunks.append(chunk)
+                seen += len(chunk[0])
+                if sum(int(counts[:, 1].sum()) for *_, counts in chunks) >= WINDOW * self.recipe.tokens_per_update:
+                    yield self._window(chunks)
+                    chunks = []
+            if chunks:
+                yield self._window(chunks)
+            if not seen:
+                raise InputError(f"no pair is left to train on: {self.dropped}")
+
+    def _chunks(self, epoch):
+        """The pairs of one pass, cleaned: (text, token ids, lengths) of many at a time."""
+        self.pairs.set_epoch(epoch)
+        for batch in self.pairs.iter(CHUNK):
+            text, dropped = corpus.clean(Dataset.from_dict(batch), max_length_ratio=self.recipe.max_length_ratio)
+            chunk = prepare(text, self.tokenizer, self.recipe)
+            if epoch == 0:
+                kept = len(chunk[0])
+                self._counts += torch.tensor([kept, dropped["empty"], dropped["ratio"], len(text) - kept])
+            if len(chunk[0]):
+                yield chunk
+
+    def _window(self, chunks):
+        text, tokens, counts = zip(*chunks, strict=True)
+        plan = update_plan(np.concatenate(counts), self.recipe)
+        text, tokens = concatenate_datasets(text), concatenate_datasets(tokens)
+        return PairReader(tokens, text, self.tokenizer, self.config, self.recipe, plan, *self.place)

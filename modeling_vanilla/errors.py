@@ -1,5 +1,6 @@
 """The exceptions that end a script with one line instead of a traceback."""
 
+import os
 import sys
 
 
@@ -20,9 +21,15 @@ def run(main):
     try:
         main()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 2
     except Stopped as stop:
-        print(stop, file=sys.stderr)
+        say(str(stop))
         return 128 + stop.number
     return 0
+
+
+def say(message):
+    """Print on stderr; all processes of a launch but the first say which they are."""
+    rank = int(os.environ.get("RANK", 0))
+    print(f"process {rank}: {message}" if rank else message, file=sys.stderr)

@@ -32,6 +32,12 @@ class Recipe:
     test_file: str | None = flag(None, "as train_file; scored at the end")
     dataset_name: str | None = flag(None, "a data set on the Hugging Face Hub, instead of files")
     dataset_config_name: str | None = flag(None, "its configuration, such as de-en")
+    streaming: bool = flag(
+        False,
+        "read the training data while training, for ever, instead of looking at all of it first; needs --max_steps or "
+        "--max_minutes, and --tokenizer_name; holds no validation pairs out. Every device reads the whole stream, and "
+        "a run that goes on reads it again up to where it was",
+    )
     source_lang: str | None = flag(None, "language code of the source: file suffix, column or key")
     target_lang: str | None = flag(None, "language code of the target")
     max_train_samples: int | None = flag(None, "use only the first N training pairs")
@@ -112,6 +118,9 @@ class Recipe:
 
     # Sharing
     push_to_hub: bool = flag(False, "upload the trained folder")
+    hub_strategy: str = flag(
+        "end", "when to upload: end, or every_save for each checkpoint too, while training goes on"
+    )
     hub_model_id: str | None = flag(None, "you/name")
     hub_private_repo: bool = flag(False, "make the repository private")
     license: str | None = flag(None, "licence of the trained model, for its card")
@@ -133,11 +142,14 @@ class Recipe:
             "metric_for_best_model": ("loss", "bleu", "chrf"),
             "lr_scheduler_type": (None, "inverse_sqrt", "linear"),
             "mixed_precision": ("no", "bf16", "fp16"),
+            "hub_strategy": ("end", "every_save"),
         }.items():
             if getattr(self, name) not in known:
                 raise InputError(f"--{name} {getattr(self, name)}: choose one of {', '.join(filter(None, known))}")
         if self.push_to_hub and not self.hub_model_id:
             raise InputError("--push_to_hub needs --hub_model_id, such as you/my-translator")
+        if self.streaming and self.do_train:
+            self.check_streaming()
         if self.lr_scheduler_type is None:
             self.lr_scheduler_type = "linear" if self.max_minutes else "inverse_sqrt"
         if self.max_steps is None and self.num_train_epochs is None and self.max_minutes is None:
@@ -145,6 +157,25 @@ class Recipe:
         if self.save_total_limit < 1:
             raise InputError(
                 f"--save_total_limit {self.save_total_limit}: at least one checkpoint must stay to resume from"
+            )
+
+    def check_streaming(self):
+        if self.max_steps is None and self.max_minutes is None:
+            raise InputError("--streaming has no end: say when to stop with --max_steps or --max_minutes")
+        if not (self.tokenizer_name or self.model_name_or_path):
+            raise InputError("--streaming needs --tokenizer_name: make a tokenizer with train_tokenizer.py first")
+        for name in ("num_train_epochs", "deduplicate", "remove_overlap"):
+            if getattr(self, name):
+                raise InputError(f"--{name} has to see all pairs before training, --streaming does not: leave one out")
+        if self.dataloader_num_workers > 1:
+            raise InputError(
+                f"--dataloader_num_workers {self.dataloader_num_workers}: only one process reads a stream"
+            )
+        longest = max(self.max_source_length, self.max_target_length)
+        if longest > self.max_tokens_per_device:
+            raise InputError(
+                f"--max_tokens_per_device {self.max_tokens_per_device}: a stream may hold pairs of {longest} tokens, "
+                "see --max_source_length and --max_target_length"
             )
 
 

@@ -15,10 +15,25 @@ from .errors import InputError
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
-    """Write weights, settings, tokenizer and code to a folder that needs nothing but transformers."""
+    """Write weights, settings, tokenizer and code to a folder that needs nothing but transformers, or none of it."""
     with written_aside(folder) as aside:
-        model.save_pretrained(aside)
-        tokenization.save(tokenizer, aside)
+        write_model(model, tokenizer, aside)
+
+
+def write_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
+    """Write what `save_model` writes, file by file."""
+    model.save_pretrained(folder)
+    tokenization.save(tokenizer, folder)
+
+
+@contextmanager
+def saving(folder: str | Path) -> Iterator[None]:
+    """One line with the remedy, as InputError, when what is written to the folder does not get onto the disk."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = f"{folder} could not be written ({error})"
+        raise InputError(f"{reason}: free some space, then the same command goes on") from error
 
 
 @contextmanager
@@ -26,7 +41,14 @@ def written_aside(folder: str | Path) -> Iterator[Path]:
     """A folder to write to, whose files are in `folder` once all of them are on the disk; after an error none is.
 
     A new `folder` appears in one step; in one that exists, files of the same name are replaced one after the other.
+    InputError when the disk is full.
     """
+    with saving(folder), _written_aside(folder) as aside:
+        yield aside
+
+
+@contextmanager
+def _written_aside(folder):
     folder = Path(os.path.realpath(folder))
     exists = folder.exists()
     # Inside if possible: `folder` may be a mounted disk, and nothing can be renamed from one disk to another.

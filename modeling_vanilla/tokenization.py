@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import MarianTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from .errors import InputError
 
@@ -164,10 +165,14 @@ def load(folder: str | Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a folder, or of owner/name on the Hub; InputError when there is none a model can use."""
     remedy = "train one with train_tokenizer.py"
     local = Path(folder).parent.is_dir() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder))
-    if local and not (Path(folder) / "tokenizer.json").is_file():
+    if local and not any((Path(folder) / name).is_file() for name in ("tokenizer.json", "source.spm")):
         raise InputError(f"{folder} holds no tokenizer.json; {remedy}")
     try:
+        if get_tokenizer_config(folder).get("tokenizer_class") == "MarianTokenizer":  # see convert.py
+            return MarianTokenizer.from_pretrained(folder)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except ImportError as error:
+        raise InputError(f"the tokenizer of {folder} needs SentencePiece: pip install sentencepiece") from error
     except OSError as error:
         raise InputError(f"{folder} is neither a folder here nor a tokenizer on the Hub; {remedy}") from error
     missing = {"pad_token", "bos_token", "eos_token"} - set(tokenizer.special_tokens_map)

@@ -10,7 +10,6 @@ depend on its number alone. So nothing but that number, the weights and Adam's m
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,12 +30,11 @@ from accelerate.utils import DistributedType, gather_object
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from . import checkpoints, data, metrics, optimization
-from .batching import UpdatePlan, collate, token_batches
+from . import checkpoints, data, hub, metrics, optimization, sharing
+from .batching import collate, token_batches
 from .errors import InputError, Stopped
 
 
-LAUNCH_TOKENS = {"cpu": 128, "cuda": 4096}  # padding worth less than another batch, see UpdatePlan
 PATIENCE = 5  # non-finite updates in a row that end the run
 UNLIMITED = 10**9  # updates of a run that only the clock or an evaluation ends
 REPETITION = re.compile(r"(.{1,20}?)\1{4}", re.DOTALL)  # five times the same
@@ -80,13 +79,28 @@ def accelerator(recipe):
         ) from None
     if recipe.report_to != "none" and not accelerator.log_with:
         raise InputError(f"--report_to {recipe.report_to}: pip install {recipe.report_to}")
+    # The model itself works under fully_shard (FSDP2) and trains there in a loop of your own, see tests; here the
+    # moving average, evaluation and checkpoints want whole weights.
     sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
     if accelerator.distributed_type in sharded or accelerator.num_processes < world:
         raise InputError(
             f"{world} processes of the kind {accelerator.distributed_type.value}: every device must hold the whole "
-            "model (3.4 GB for the paper's big one with its moments); use torchrun or accelerate launch --multi_gpu"
+            "model (3.4 GB for the paper's big one with its moments); use torchrun or accelerate launch --multi_gpu "
+            "(in a loop of your own the model can be sharded with torch's fully_shard)"
         )
     return accelerator
+
+
+@contextlib.contextmanager
+def main_process_first(accelerator):
+    """The others follow it, also into an error, where Accelerate's would wait for ever."""
+    if not accelerator.is_main_process:
+        accelerator.wait_for_everyone()
+    try:
+        yield
+    finally:
+        if accelerator.is_main_process:
+            accelerator.wait_for_everyone()
 
 
 class Training:
@@ -96,22 +110,21 @@ class Training:
         self.recipe, self.accelerator, self.tokenizer, self.splits = recipe, accelerator, tokenizer, splits
         self.output_dir = Path(recipe.output_dir)
         self.plain = model
-        with accelerator.main_process_first():
-            self.train, self.plan, self.too_long = plan(recipe, splits, tokenizer)
+        place = accelerator.process_index, accelerator.num_processes
+        with main_process_first(accelerator):
+            self.reader = data.reader(recipe, splits, tokenizer, model.config, *place)
         if recipe.torch_compile:
             model.compile(dynamic=True)
         optimizer = optimization.optimizer(model, 0.0, (recipe.adam_beta1, recipe.adam_beta2), recipe.adam_epsilon)
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
         self.ema = optimization.ExponentialMovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
-        place = accelerator.process_index, accelerator.num_processes
-        self.reader = data.PairReader(self.train, splits.train, tokenizer, model.config, recipe, self.plan, *place)
-        data_hash = hashlib.sha256(self.plan.lengths.tobytes()).hexdigest()
-        self.progress = Progress(total_updates=planned_updates(recipe, self.plan), data=data_hash)
+        self.progress = Progress(total_updates=planned_updates(recipe, self.reader), data=self.reader.fingerprint)
         self.seconds = Counter()  # phase -> seconds of this process
         self.log = Log(self.output_dir / "training_log.jsonl", accelerator)
         self.since_log = Counter()
         self.asked = self.agreed = 0  # number of the signal that asks to stop: this process, all of them
         self.saved = None  # update of the last checkpoint
+        self.upload = None  # of a checkpoint, in the background
 
     def run(self):
         """Train to the end.
@@ -124,15 +137,18 @@ class Training:
         self.resumed_seconds = self.progress.seconds
         self.started = time.perf_counter() - self.progress.seconds
         self.model.train()
-        try:
-            with self.signals(), self.bar() as bar, contextlib.closing(self.batches()) as batches:
-                while not self.done():
-                    self.update(next(batches))
-                    self.after_update(bar)
-                self.log_training(bar)
-                self.checkpoint()
-        except OSError as error:
-            raise InputError(f"{error}: free some space, then the same command goes on from {self.good()}") from error
+        with (
+            sharing.saving(self.output_dir),
+            self.signals(),
+            self.bar() as bar,
+            contextlib.closing(self.batches()) as batches,
+            ThreadPoolExecutor(1) as self.uploads,
+        ):
+            while not self.done():
+                self.update(next(batches))
+                self.after_update(bar)
+            self.log_training(bar)
+            self.checkpoint()
         self.finish()
         self.progress.seconds = time.perf_counter() - self.started
 
@@ -161,10 +177,18 @@ class Training:
         try:
             while True:
                 with self.phase("waiting for data"):
-                    batches = next(updates)
+                    batches = self.read(updates)
                 yield batches
         finally:
             del updates  # ends the processes
+
+    def read(self, updates):
+        """The next update; what went wrong in another process, and arrives with its traceback, in one line."""
+        try:
+            return next(updates)
+        except (InputError, *hub.FAILURES) as error:
+            reason = str(error).strip().splitlines()[-1].rpartition("InputError: ")[2]
+            raise InputError(f"{reason} (the same command goes on from {self.good()})") from error
 
     def update(self, batches):
         """One step of Adam on the mean loss over all target tokens of the update, on however many devices."""
@@ -288,7 +312,7 @@ class Training:
         if self.recipe.max_minutes and self.progress.update:
             left = max(0.0, 60 * self.recipe.max_minutes - seconds)
             total = self.progress.update + round(left * self.progress.update / seconds)
-            self.progress.total_updates = min(total, planned_updates(self.recipe, self.plan))
+            self.progress.total_updates = min(total, planned_updates(self.recipe, self.reader))
 
     def evaluate_and_compare(self):
         """Score the validation data and remember whether this is the best model so far."""
@@ -323,7 +347,7 @@ class Training:
         loss, padded, real = self.accelerator.reduce(torch.tensor(sums, device=self.accelerator.device)).tolist()
         line = {
             "update": self.progress.update,
-            "epoch": round(self.progress.update / self.plan.updates_per_epoch, 3),
+            "epoch": self.epochs(),
             "loss": loss / seen["steps"] if seen["steps"] else math.nan,
             "learning_rate": self.learning_rate,
             "tokens_per_second": round(seen["tokens"] / seen["seconds"], 1),
@@ -395,11 +419,22 @@ class Training:
                 tensors["ema"] = self.ema.average
             if self.accelerator.is_main_process:
                 checkpoints.save(folder, self.plain, self.tokenizer, tensors, asdict(progress))
-                keep = max(recipe.save_total_limit, recipe.average_checkpoints)
-                checkpoints.rotate(self.output_dir, keep, recipe.save_steps, progress.best_update)
+                if self.upload is None or self.upload.done():  # or its folder has to stay
+                    keep = max(recipe.save_total_limit, recipe.average_checkpoints)
+                    checkpoints.rotate(self.output_dir, keep, recipe.save_steps, progress.best_update)
+                    if recipe.push_to_hub and recipe.hub_strategy == "every_save":
+                        self.upload = self.uploads.submit(self.push, folder)
             self.accelerator.wait_for_everyone()
         self.saved = progress.update
         return folder
+
+    def push(self, folder):
+        """Upload a checkpoint while training goes on, which it does whatever happens here."""
+        message = f"Training in progress, update {checkpoints.number(folder)}"
+        try:
+            hub.push_to_hub(folder, self.recipe.hub_model_id, private=self.recipe.hub_private_repo, message=message)
+        except Exception as error:
+            self.say(f"{folder.name} is not on the Hub, training goes on: {error}")
 
     def good(self):
         return checkpoints.newest(self.output_dir, self.say) or "the beginning: there is no whole checkpoint"
@@ -454,6 +489,11 @@ class Training:
         elif self.ema is not None:
             checkpoints.load_weights(self.plain, self.ema.average)
 
+    def epochs(self):
+        """Passes over the data so far; None on a stream, whose length nobody knows."""
+        updates = self.reader.updates_per_epoch
+        return updates and round(self.progress.update / updates, 3)
+
     def results(self):
         """Flat keys for all_results.json."""
         seconds = self.progress.seconds
@@ -461,11 +501,11 @@ class Training:
             "train_loss": self.log.last("loss"),
             "train_runtime": round(seconds, 1),
             "train_updates": self.progress.update,
-            "train_epochs": round(self.progress.update / self.plan.updates_per_epoch, 2),
+            "train_epochs": self.epochs(),
             "train_target_tokens": self.progress.target_tokens,
             "train_tokens_per_second": round(self.progress.target_tokens / seconds, 1),
             "train_skipped_updates": self.progress.skipped,
-            "train_samples": len(self.train),
+            "train_samples": self.reader.pairs_per_epoch,
         }
 
     def time_table(self):
@@ -475,30 +515,11 @@ class Training:
         return "\n".join(f"  {name:22}{seconds:9.1f} s {seconds / whole:7.1%}" for name, seconds in rows)
 
 
-def plan(recipe, splits, tokenizer):
-    """(tokenised pairs, UpdatePlan, number of pairs that were too long)."""
-    tokens = data.tokenise(splits.train, tokenizer, recipe.preprocessing_num_workers)
-    lengths = data.lengths(tokens)
-    fits = (lengths[:, 0] <= recipe.max_source_length) & (lengths[:, 1] <= recipe.max_target_length)
-    too_long = int((~fits).sum())
-    if too_long == len(fits):
-        raise InputError(
-            f"all {too_long} training pairs are longer than --max_source_length {recipe.max_source_length} or "
-            f"--max_target_length {recipe.max_target_length}"
-        )
-    if too_long:
-        kept = fits.nonzero()[0]
-        tokens, splits.train, lengths = tokens.select(kept), splits.train.select(kept), lengths[kept]
-    launch_tokens = LAUNCH_TOKENS["cuda" if torch.cuda.is_available() else "cpu"]
-    limits = recipe.tokens_per_update, recipe.max_tokens_per_device
-    return tokens, UpdatePlan(lengths, *limits, recipe.seed, launch_tokens), too_long
-
-
-def planned_updates(recipe, plan):
+def planned_updates(recipe, reader):
     """Updates that --max_steps and --num_train_epochs allow."""
     limits = [recipe.max_steps]
     if recipe.num_train_epochs is not None:
-        limits.append(max(1, round(recipe.num_train_epochs * plan.updates_per_epoch)))
+        limits.append(max(1, round(recipe.num_train_epochs * reader.updates_per_epoch)))
     return min((limit for limit in limits if limit is not None), default=UNLIMITED)
 
 

@@ -277,7 +277,7 @@ def warn(name, first, lines, found, limit, tokenizer) -> None:
 
 def is_longer(line: str, limit: int, tokenizer) -> bool:
     """Whether a line has more tokens than `limit`; most are told by their bytes, since no token is less than one."""
-    if len(tokenization.normalise(tokenizer, line).encode()) < limit:
+    if tokenizer.is_fast and len(tokenization.normalise(tokenizer, line).encode()) < limit:
         return False
     return len(tokenizer(line, verbose=False).input_ids) > limit
 

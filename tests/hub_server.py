@@ -5,8 +5,12 @@ import hashlib
 import json
 import re
 import threading
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import patch
 from urllib.parse import unquote, urlsplit
+
+from huggingface_hub import constants
 
 
 class HubServer(ThreadingHTTPServer):
@@ -35,6 +39,16 @@ class HubServer(ThreadingHTTPServer):
     def __exit__(self, *_):
         self.shutdown()
         self.server_close()
+
+    @contextmanager
+    def in_use(self, token):
+        """In this process this is the Hub, and the user is logged in with the token."""
+        settings = {"ENDPOINT": self.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        with ExitStack() as stack:
+            for name, value in settings.items():
+                stack.enter_context(patch.object(constants, name, value))
+            stack.enter_context(patch.dict("os.environ", HF_TOKEN=token))
+            yield self
 
     def files(self, repo):
         """Path -> content in the newest commit."""

@@ -3,6 +3,7 @@
 They are forked from a process that has imported everything, so that a run costs a second and not ten.
 """
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ import torch
 
 import run_translation
 from modeling_vanilla import demo_corpus, errors
+from modeling_vanilla.training import Training
 
 
 TIMEOUT = 300  # seconds, on a busy machine
@@ -35,10 +37,13 @@ def write_pairs(folder, count, name="pairs.tsv", first=0):
 class Run:
     """`python run_translation.py ...`, or what torchrun makes of it with `processes` > 1.
 
-    `die_at_flush`: the process kills itself when it is about to wait for the disk for the so-manieth time.
+    Processes send signals to themselves, so that none comes too late on a busy machine:
+        signals: (rank, update, number) of each, sent when the update has been logged.
+        die_at_flush: SIGKILL when about to wait for the disk for the so-manieth time.
+        die_after: SIGKILL when about to wait for the disk while this file exists.
     """
 
-    def __init__(self, *flags, processes=1, die_at_flush=None, largest_file=None):
+    def __init__(self, *flags, processes=1, signals=(), die_at_flush=None, die_after=None, largest_file=None):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["launched"])
         flags = [str(flag) for flag in flags]
@@ -49,7 +54,8 @@ class Run:
         for rank in range(processes):
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
             environment = {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if processes > 1 else {}
-            arguments = flags, self.log, environment, die_at_flush, largest_file
+            mine = [(update, number) for place, update, number in signals if place == rank]
+            arguments = flags, self.log, environment, mine, die_at_flush, die_after, largest_file
             self.processes.append(context.Process(target=main, args=arguments))
         here = Path(__file__).parent
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(here), str(here.parent)])):
@@ -75,32 +81,19 @@ class Run:
             raise RuntimeError(f"exit codes {codes}: {self.text()}")
         return self.text()
 
-    def when(self, condition):
-        """Wait until the condition holds or the run has ended."""
-        deadline = time.monotonic() + TIMEOUT
-        while not condition() and any(p.exitcode is None for p in self.processes) and time.monotonic() < deadline:
-            time.sleep(0.002)
-        return self
-
-    def signal(self, number, rank=0):
-        """Send a signal to one of the processes, unless it has ended."""
-        if self.processes[rank].exitcode is None:
-            os.kill(self.processes[rank].pid, number)
-        return self
-
     def text(self):
         return self.log.read_text(encoding="utf-8") if self.log.exists() else ""
 
 
-def main(flags, log, environment, die_at_flush, largest_file):
+def main(flags, log, environment, signals, die_at_flush, die_after, largest_file):
     """What the forked process does."""
     os.environ.update({name: str(value) for name, value in environment.items()})
     sys.stdout = sys.stderr = open(log, "a", buffering=1, encoding="utf-8")
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
     torch.set_num_threads(1)
-    if die_at_flush is not None:
-        die_at(die_at_flush)
+    send_after(signals)
+    die_at(die_at_flush, die_after)
     if largest_file is not None:
         import resource
 
@@ -109,17 +102,27 @@ def main(flags, log, environment, die_at_flush, largest_file):
     sys.exit(errors.run(run_translation.main))
 
 
-def die_at(flush):
-    fsync, count = os.fsync, 0
+def send_after(signals):
+    log_training = Training.log_training
 
-    def counted(descriptor):
-        nonlocal count
-        count += 1
-        if count == flush:
+    def log_and_send(run, bar):
+        log_training(run, bar)
+        for update, number in signals:
+            if update == run.progress.update:
+                os.kill(os.getpid(), number)
+
+    Training.log_training = log_and_send
+
+
+def die_at(flush, file):
+    fsync, count = os.fsync, itertools.count(1)
+
+    def die_or_flush(descriptor):
+        if next(count) == flush or file is not None and file.exists():
             os.kill(os.getpid(), signal.SIGKILL)
         fsync(descriptor)
 
-    os.fsync = counted
+    os.fsync = die_or_flush
 
 
 def free_port():

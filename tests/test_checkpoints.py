@@ -145,7 +145,7 @@ def save_with_a_limit(folder, tokenizer, limit, results):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         checkpoints.save(folder, build(), tokenizer, {"optimizer": {"x": torch.zeros(20_000)}}, {})
-    except OSError as error:
+    except InputError as error:
         results.put(str(error))
 
 

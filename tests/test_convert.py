@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, MarianConfig, MarianMTModel, MarianTokenizer
 
-from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, convert, sharing, tokenization
+from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, convert, sharing, tokenization, translate
 from modeling_vanilla.errors import InputError
 
 
@@ -56,7 +56,7 @@ def test_a_marian_folder_becomes_a_vanilla_folder_that_computes_the_same(tmp_pat
     old = marian(**settings)
     old.save_pretrained(tmp_path / "marian")
     convert.convert(tmp_path / "marian", tmp_path / "vanilla")
-    new = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "vanilla", trust_remote_code=True)
+    new = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "vanilla")
     assert (new.config.model_type, new.config.lm_head_bias) == ("vanilla", settings.get("biased", True))
     assert_same(old, new, pad=39)
 
@@ -100,19 +100,69 @@ def test_a_setting_that_the_other_model_lacks_is_named(model, convert_model, set
         convert_model(model())
 
 
-def test_the_tokenizers_files_are_copied_as_they_are(tmp_path):
+ENGLISH = ["a dog runs over the snow", "two men play the guitar", "the dog sleeps", "the men run"]
+GERMAN = ["ein Hund rennt über den Schnee", "zwei Männer spielen Gitarre", "der Hund schläft", "die Männer rennen"]
+
+
+@pytest.fixture
+def opus(tmp_path):
+    """As those of OPUS-MT, two SentencePiece models and one vocabulary; it knows four sentences by heart."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    folder, tokens = tmp_path / "opus", ["</s>", "<unk>"]
+    folder.mkdir()
+    for side, texts in (("source", ENGLISH), ("target", GERMAN)):
+        name = str(folder / side)
+        settings = {"vocab_size": 60, "hard_vocab_limit": False, "minloglevel": 2}
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts * 9), model_prefix=name, **settings)
+        (folder / f"{side}.model").rename(folder / f"{side}.spm")
+        pieces = sentencepiece.SentencePieceProcessor(model_file=f"{name}.spm")
+        tokens += [pieces.id_to_piece(i) for i in range(3, len(pieces))]
+    tokens = [*dict.fromkeys(tokens), "<pad>"]
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    pad = len(tokens) - 1
+    model = marian(vocab_size=len(tokens), pad_token_id=pad, decoder_start_token_id=pad, init_std=0.1)
+    model.generation_config.bad_words_ids = [[pad]]
+    batch = MarianTokenizer.from_pretrained(folder)(ENGLISH, text_target=GERMAN, padding=True, return_tensors="pt")
+    batch["labels"][batch["labels"] == pad] = -100
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(150):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_converted_folder_translates_as_marian_does(opus, tmp_path):
+    convert.convert(opus, tmp_path / "vanilla")
+    old, old_tokenizer = MarianMTModel.from_pretrained(opus), MarianTokenizer.from_pretrained(opus)
+    batch = old_tokenizer(ENGLISH, padding=True, return_tensors="pt")
+    search = {"num_beams": 3, "length_penalty": 1.0}
+    expected = old_tokenizer.batch_decode(old.generate(**batch, **search, max_length=40), skip_special_tokens=True)
+    assert expected == GERMAN
+
+    new, tokenizer = sharing.load_model(tmp_path / "vanilla")
+    assert tokenizer(ENGLISH, text_target=GERMAN) == old_tokenizer(ENGLISH, text_target=GERMAN)
+    generated = new.generate(**tokenizer(ENGLISH, padding=True, return_tensors="pt"), **search, max_length=40)
+    assert tokenizer.batch_decode(generated, skip_special_tokens=True) == expected
+    assert new.translate(ENGLISH, tokenizer, length_normalization="huggingface", **search) == expected
+
+    (tmp_path / "in.txt").write_text("\n".join(ENGLISH))
+    files = ["--input", f"{tmp_path}/in.txt", "--output", f"{tmp_path}/out.txt"]
+    assert translate.main(["--model", f"{tmp_path}/vanilla", "--device", "cpu", *files]) == 0
+    assert (tmp_path / "out.txt").read_text().splitlines() == new.translate(ENGLISH, tokenizer)
+
+
+def test_the_tokenizers_files_are_copied_as_they_are_and_its_class_is_named(tmp_path):
     marian().save_pretrained(tmp_path / "marian")
-    files = {
-        "source.spm": b"\0spm",
-        "target.spm": b"\1spm",
-        "vocab.json": b'{"</s>": 0}',
-        "tokenizer_config.json": b"{}",
-    }
+    files = {"source.spm": b"\0spm", "target.spm": b"\1spm", "vocab.json": b'{"</s>": 0}'}
     for name, content in files.items():
         (tmp_path / "marian" / name).write_bytes(content)
+    (tmp_path / "marian" / "tokenizer_config.json").write_text('{"source_lang": "en"}')
     convert.convert(tmp_path / "marian", tmp_path / "vanilla")
     assert {name: (tmp_path / "vanilla" / name).read_bytes() for name in files} == files
-    assert json.loads((tmp_path / "vanilla" / "config.json").read_text())["tokenizer_class"] == "MarianTokenizer"
+    settings = json.loads((tmp_path / "vanilla" / "tokenizer_config.json").read_text())
+    assert settings == {"source_lang": "en", "tokenizer_class": "MarianTokenizer"}
 
 
 def test_the_wrong_kind_of_folder_is_refused(tmp_path):

@@ -1,14 +1,16 @@
 """From text to token ids: splitting, tokenising, and the noise that a pair gets in an epoch."""
 
+import itertools
 import pickle
 
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from modeling_vanilla import data, demo_corpus, tokenization
 from modeling_vanilla.batching import UpdatePlan
 from modeling_vanilla.configuration_vanilla import VanillaConfig
+from modeling_vanilla.errors import InputError
 from modeling_vanilla.recipe import Recipe
 
 
@@ -102,6 +104,105 @@ def test_a_second_run_reads_the_cache_whatever_the_tokenizer_did_before(tokenize
     for workers, tokens in first.items():
         again = data.tokenise(pairs, tokenizer, workers)
         assert again.cache_files == tokens.cache_files and again.to_dict() == tokens.to_dict()
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stream_reader(tokenizer, monkeypatch):
+    """A function that makes the reader of a stream, of which about a quarter is held at a time."""
+    monkeypatch.setattr(data, "SHUFFLED", 16)
+    monkeypatch.setattr(data, "CHUNK", 8)
+    monkeypatch.setattr(data, "WINDOW", 1)
+
+    def make(pairs=PAIRS, device=0, num_devices=1, **flags):
+        def generate():
+            yield from ({"source": source, "target": target} for source, target in pairs)
+
+        flags = {"tokenizer_name": "t", "max_steps": 9, "tokens_per_update": 300, "max_tokens_per_device": 256} | flags
+        recipe = Recipe(output_dir="out", streaming=True, **flags)
+        splits = data.Splits(train=IterableDataset.from_generator(generate))
+        return data.reader(recipe, splits, tokenizer, CONFIG, device, num_devices)
+
+    return make
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_a_stream_gives_every_pair_once_a_pass_on_any_number_of_devices(tokenizer, stream_reader, num_devices):
+    readers = [stream_reader(device=device, num_devices=num_devices) for device in range(num_devices)]
+    alone = stream_reader()
+    seen = []
+    for n in range(40):
+        shares = [reader[n] for reader in readers]
+        assert all(shares)  # no device is without a batch
+        update = [row for share in shares for row in rows(share)]
+        assert sorted(update) == sorted(rows(alone[n])) and update
+        seen += update
+    assert sum(len(labels) for *_, labels in seen) == pytest.approx(40 * 300, rel=0.2)
+    passes = [seen[start : start + len(PAIRS)] for start in (0, len(PAIRS))]
+    expected = sorted(tuple(tokenizer(list(pair)).input_ids) for pair in PAIRS)
+    for each in passes:
+        assert sorted(([*source], [*labels]) for source, _, labels in each) == expected
+    assert passes[0] != passes[1]
+
+
+def test_a_stream_is_read_no_further_than_its_buffers(stream_reader):
+    def broken():
+        yield from PAIRS[:48]
+        raise InputError("line 49 is not UTF-8")
+
+    class Broken:
+        __iter__ = staticmethod(broken)
+
+    reader = stream_reader(Broken())
+    assert [len(list(rows(reader[n]))) > 0 for n in range(2)] == [True, True]
+    with pytest.raises(InputError, match="line 49"):
+        list(map(reader.__getitem__, range(2, 9)))
+
+
+def test_a_stream_goes_on_where_it_was(stream_reader):
+    noise = {"bpe_dropout": 0.2, "source_word_dropout": 0.2}
+    reader = stream_reader(**noise)
+    updates = [list(rows(reader[n])) for n in range(18)]
+    assert [list(rows(stream_reader(**noise)[n])) for n in (9, 17)] == [updates[9], updates[17]]
+    assert list(rows(reader[3])) == updates[3]
+
+
+def test_a_stream_is_cleaned_and_counted(tokenizer, stream_reader):
+    long = " ".join(["word"] * 300)
+    reader = stream_reader([("", "x"), *PAIRS, (long, "x"), ("a", "b" * 90)], max_length_ratio=20.0)
+    first = {n: list(rows(reader[n])) for n in range(30)}
+    assert len(set(itertools.chain(*first.values()))) == len(set(PAIRS)) == reader.pairs_per_epoch
+    assert reader.dropped == {"empty": 1, "ratio": 2, "too long": 0}
+    assert (reader.updates_per_epoch, reader.fingerprint) == (None, "")
+    with pytest.raises(InputError, match="no pair is left to train on: {'empty': 0, 'ratio': 0, 'too long': 3}"):
+        stream_reader([(long, "x")] * 3)[0]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_of_a_data_set_the_splits_that_it_has_are_taken(tmp_path, streaming):
+    for split, count in ("train", 50), ("test", 3):
+        lines = [f'{{"translation": {{"en": "{split} {i}", "de": "x"}}}}' for i in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    flags = {"dataset_name": str(tmp_path), "source_lang": "en", "target_lang": "de", "max_predict_samples": 2}
+    splits = data.load(Recipe(streaming=streaming, tokenizer_name="t", max_steps=1, **flags))
+    assert splits.test.to_list() == [{"source": f"test {i}", "target": "x"} for i in range(2)]
+    train = list(splits.train["source"])
+    if streaming:  # nothing can be held out
+        assert len(train) == 50 and splits.validation is None
+    else:
+        assert sorted(train + list(splits.validation["source"])) == sorted(f"train {i}" for i in range(50))
+
+
+def test_of_a_stream_only_the_pairs_asked_for_are_read(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"en": "one", "de": "eins"}\n' * 4 + "broken\n")
+    files = {"train_file": str(path), "validation_file": str(path), "source_lang": "en", "target_lang": "de"}
+    limits = {"max_train_samples": 2, "max_eval_samples": 3}
+    splits = data.load(Recipe(streaming=True, tokenizer_name="t", max_steps=1, **files, **limits))
+    assert list(splits.train) == [{"source": "one", "target": "eins"}] * 2
+    assert len(splits.validation) == 3 and splits.validation[0]["target"] == "eins" and splits.test is None
 
 
 # -- what an update gets ----------------------------------------------------------------------------------------------

@@ -1,17 +1,18 @@
+"""The pipeline in this process; `test_sharing.py` calls `pipeline("translation")` where only the folder is there."""
+
 from itertools import chain, islice, repeat
 
 import pytest
 import torch
-from transformers import dynamic_module_utils, pipeline
 
-from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, sharing, tokenization
+from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, tokenization
 from modeling_vanilla.pipeline_vanilla import VanillaTranslationPipeline
 
 
 TEXTS = ["A dog runs.", "", "Two men sit on a bench in the park.", "-"]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:translations that hit the length limit")
+pytestmark = pytest.mark.filterwarnings("ignore:translations cut at the length limit")
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +82,3 @@ def test_n_best_gives_a_list_for_each_text(model_and_tokenizer, translator):
     two = model.translate(TEXTS, tokenizer, n_best=2, max_new_tokens=8)
     assert translator(TEXTS, n_best=2) == [[{"translation_text": text} for text in best] for best in two]
     assert translator(TEXTS[0], n_best=2) == [{"translation_text": text} for text in two[0]]
-
-
-def test_the_saved_folder_is_a_translation_pipeline(model_and_tokenizer, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    sharing.save_model(*model_and_tokenizer, tmp_path / "out")
-    translator = pipeline("translation", model=str(tmp_path / "out"), trust_remote_code=True, device="cpu")
-    assert translator(TEXTS, max_new_tokens=8) == expected

@@ -78,6 +78,26 @@ def test_an_unknown_flag_is_named():
 
 
 @pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"tokenizer_name": "t"}, "--streaming has no end"),
+        ({"max_steps": 9}, "--streaming needs --tokenizer_name"),
+        ({"num_train_epochs": 2.0}, "--num_train_epochs has to see all pairs"),
+        ({"deduplicate": True}, "--deduplicate has to see all pairs"),
+        ({"remove_overlap": True}, "--remove_overlap has to see all pairs"),
+        ({"dataloader_num_workers": 2}, "--dataloader_num_workers 2: only one process"),
+        ({"max_tokens_per_device": 200}, "--max_tokens_per_device 200: a stream may hold"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_said_at_once(flags, message):
+    usual = {} if len(flags) == 1 and flags.keys() & {"tokenizer_name"} else {"max_steps": 9}
+    usual |= {} if flags == {"max_steps": 9} else {"tokenizer_name": "t"}
+    with pytest.raises(InputError, match=message):
+        Recipe(streaming=True, **usual | flags)
+    Recipe(streaming=True, do_predict=True)
+
+
+@pytest.mark.parametrize(
     "name, value",
     [
         ("tokens_per_update", 0),
@@ -87,6 +107,7 @@ def test_an_unknown_flag_is_named():
         ("metric_for_best_model", "ter"),
         ("lr_scheduler_type", "cosine"),
         ("mixed_precision", "fp8"),
+        ("hub_strategy", "checkpoint"),
         ("bpe_dropout", 1.0),
         ("source_word_dropout", -0.1),
         ("target_word_dropout", 1.5),

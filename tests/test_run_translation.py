@@ -1,15 +1,22 @@
 """The script from end to end: interrupted anywhere it goes on, and what it leaves is whole."""
 
+import errno
 import json
+import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+from hub_server import HubServer
 from launched import TINY, Run, write_pairs
 
 import run_translation
-from modeling_vanilla import sharing
+from modeling_vanilla import sharing, tokenization
 from modeling_vanilla.errors import InputError
 from modeling_vanilla.recipe import parse
 
@@ -39,11 +46,6 @@ def result(folder):
     return [(folder / name).read_bytes() for name in ("model.safetensors", "generated_predictions.txt")]
 
 
-def lines_written(folder):
-    path = folder / "training_log.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted") / "out"
@@ -54,17 +56,17 @@ def uninterrupted(corpus, tmp_path_factory):
 def test_a_killed_run_ends_as_one_that_was_not_and_says_when_it_is_finished(corpus, uninterrupted, tmp_path):
     folder = tmp_path / "out"
 
-    def kill(condition):
-        run = Run(*flags(corpus, folder)).when(condition).signal(signal.SIGKILL)
+    def kill(**when):
+        run = Run(*flags(corpus, folder), **when)
         assert run.wait() == [-signal.SIGKILL], run.text()
+        return run.text()
 
-    kill(lambda: (folder / "tokenizer.json").exists() and lines_written(folder) >= 2)  # before the first checkpoint
+    kill(signals=[(0, 2, signal.SIGKILL)])  # before the first checkpoint
     assert not list(folder.glob("checkpoint-*"))
-    kill(lambda: lines_written(folder) >= 9)  # where the second pass over the data begins
-    run = Run(*flags(corpus, folder), die_at_flush=20)  # while it writes a checkpoint
-    assert run.wait() == [-signal.SIGKILL] and "going on from" in run.text()
+    kill(signals=[(0, 9, signal.SIGKILL)])  # where the second pass over the data begins
+    assert "going on from" in kill(die_at_flush=20)  # while it writes a checkpoint
     assert list(folder.glob(".checkpoint-*"))
-    kill(lambda: (folder / "model.safetensors").exists())  # while it writes the final folder
+    kill(die_after=folder / "model.safetensors")  # while it writes the final folder
     assert not (folder / "all_results.json").exists()
 
     assert "going on from" in Run(*flags(corpus, folder)).finish()
@@ -75,17 +77,16 @@ def test_a_killed_run_ends_as_one_that_was_not_and_says_when_it_is_finished(corp
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments_change_nothing(corpus, tmp_path):
+def test_ten_kills_at_random_updates_and_flushes_change_nothing(corpus, tmp_path):
     folder, whole, draw = tmp_path / "out", tmp_path / "whole", random.Random(1)
     Run(*flags(corpus, whole, max_steps=120)).finish()
     for _ in range(10):
         if draw.random() < 0.5:  # about to wait for the disk, in a checkpoint or elsewhere
             run = Run(*flags(corpus, folder, max_steps=120), die_at_flush=draw.randint(1, 50))
         else:
-            run = Run(*flags(corpus, folder, max_steps=120))
-            run.when(lambda run=run: "update/s" in run.text())
-            goal = lines_written(folder) + draw.randint(0, 7)
-            run.when(lambda goal=goal: lines_written(folder) > goal).signal(signal.SIGKILL)
+            reached = log(folder)[-1]["update"] if (folder / "training_log.jsonl").exists() else 0
+            kill = (0, reached + draw.randint(1, 8), signal.SIGKILL)
+            run = Run(*flags(corpus, folder, max_steps=120), signals=[kill])
         assert run.wait() == [-signal.SIGKILL], run.text()
     Run(*flags(corpus, folder, max_steps=120)).finish()
     assert log(folder) == log(whole) and log(folder)[-1]["update"] == 120
@@ -94,8 +95,8 @@ def test_ten_kills_at_random_moments_change_nothing(corpus, tmp_path):
 
 def test_signals_and_a_full_disk_stop_with_a_checkpoint_to_go_on_from(corpus, uninterrupted, tmp_path):
     folder = tmp_path / "out"
-    for number, lines in (signal.SIGTERM, 5), (signal.SIGINT, 13):
-        run = Run(*flags(corpus, folder)).when(lambda lines=lines: lines_written(folder) > lines).signal(number)
+    for number, update in (signal.SIGTERM, 5), (signal.SIGINT, 13):
+        run = Run(*flags(corpus, folder), signals=[(0, update, number)])
         assert run.wait() == [128 + number], run.text()
         assert f"stopped by {number.name}" in run.text()
         assert sharing.load_model(max(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime))
@@ -110,9 +111,90 @@ def test_signals_and_a_full_disk_stop_with_a_checkpoint_to_go_on_from(corpus, un
     assert result(folder) == result(uninterrupted)
 
 
+def test_a_full_disk_at_the_end_is_told_in_a_line_and_mended_by_the_same_command(corpus, uninterrupted, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(uninterrupted, folder)
+    (folder / "all_results.json").unlink()
+    recipe = json.loads((folder / "recipe.json").read_text())
+    (folder / "recipe.json").write_text(json.dumps(recipe | {"output_dir": str(folder)}))
+    before = (folder / "model.safetensors").read_bytes()
+    run = Run(*flags(corpus, folder), largest_file=40_000)
+    assert run.wait() == [2]
+    assert f"error: {folder} could not be written (" in run.text() and "free some space" in run.text()
+    assert "Traceback" not in run.text() and not (folder / "all_results.json").exists()
+    assert (folder / "model.safetensors").read_bytes() == before
+    Run(*flags(corpus, folder)).finish()
+    assert result(folder) == result(uninterrupted) and (folder / "all_results.json").exists()
+
+
+FLAGS = [*TINY, "--train_file", "demo", "--max_steps", "9"]
+
+
 def claim(folder, *more):
-    recipe, overrides = parse([*TINY, "--train_file", "demo", "--output_dir", str(folder), "--max_steps", "9", *more])
+    recipe, overrides = parse([*FLAGS, "--output_dir", str(folder), *more])
     return run_translation.claim_output_dir(recipe, overrides)
+
+
+HUB = ["--push_to_hub", "--hub_model_id", "name"]
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The folder of a run that has ended, without a thought for the training."""
+    folder = tmp_path / "out"
+    claim(folder, *HUB)
+    recipe, overrides = parse([*FLAGS, "--output_dir", str(folder)])
+    tokenizer = tokenization.train(["a dog"], 300)
+    sharing.save_model(run_translation.build_model(recipe, overrides, tokenizer), tokenizer, folder)
+    (folder / "all_results.json").write_text("{}")
+    return folder
+
+
+def main(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["run_translation.py", *map(str, flags)])
+    run_translation.main()
+
+
+def test_a_run_that_was_killed_while_it_uploaded_uploads_on_the_same_command(finished, monkeypatch, capsys):
+    with HubServer("right") as server, server.in_use("right"):
+        for _ in range(2):
+            main(monkeypatch, *FLAGS, "--output_dir", finished, *HUB)
+            said = capsys.readouterr().out
+            assert "holds the finished run" in said and f"The model is on the Hub: {server.url}/you/name" in said
+        assert len(server.commits["you/name"]) == 2
+        assert server.files("you/name")["model.safetensors"] == (finished / "model.safetensors").read_bytes()
+        assert "all_results.json" not in server.files("you/name")
+
+
+def test_predictions_that_do_not_fit_on_the_disk_are_told_in_a_line(finished, corpus, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    predict = ["--model_name_or_path", finished, "--do_predict", *corpus[2:], "--num_beams", 1, *TINY[:4]]
+    with pytest.raises(InputError, match=r"out could not be written \(.*No space left on device\): free some space"):
+        main(monkeypatch, *predict)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount a disk")
+def test_the_output_folder_may_be_a_disk_of_its_own(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    try:
+        (folder / "lost+found").mkdir()  # of a fresh ext4
+        assert [claim(folder), claim(folder)] == ["new", "begun"]
+        with sharing.written_aside(folder / "checkpoint-1") as aside:
+            (aside / "weights").write_bytes(bytes(100_000))
+        with sharing.written_aside(folder) as aside:
+            (aside / "weights").write_bytes(bytes(100_000))
+        with pytest.raises(InputError, match="No space left"), sharing.written_aside(folder) as aside:
+            (aside / "weights").write_bytes(bytes(2_000_000))
+        assert {path.name for path in folder.iterdir()} == {"lost+found", "recipe.json", "checkpoint-1", "weights"}
+        assert (folder / "weights").stat().st_size == 100_000
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def test_a_changed_recipe_is_refused_by_the_flag_that_changed(tmp_path):

@@ -73,6 +73,19 @@ def test_two_files_of_any_name_are_a_corpus(corpus, tmp_path, monkeypatch):
     assert found[3] != expected
 
 
+def test_of_a_data_set_only_the_pairs_asked_for_are_read(tmp_path, capsys):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    pairs = [json.dumps({"en": source, "de": target}) for source, target in zip(SOURCES, TARGETS, strict=True)]
+    (folder / "train-0.jsonl").write_text("\n".join(pairs * 100), encoding="utf-8")  # `datasets` reads 1000 ahead
+    (folder / "train-1.jsonl").write_text("broken\n")
+    flags = ("--dataset_name", folder, "--source_lang", "en", "--target_lang", "de", "--vocab_size", 300)
+    with pytest.raises(InputError, match="corpus, split 'train'"):
+        run(*flags, "--output_dir", tmp_path / "all")
+    run(*flags, "--max_train_samples", 12, "--output_dir", tmp_path / "out")
+    assert "of 24 lines" in capsys.readouterr().out
+
+
 def test_normal_form_and_lower_casing_are_in_the_folder(corpus, tmp_path):
     flags = ("--train_file", corpus, "--source_lang", "en", "--target_lang", "de", "--vocab_size", 300)
     run(*flags, "--normalization", "NFKC", "--lowercase", "--output_dir", tmp_path / "out")

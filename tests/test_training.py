@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from datasets import Dataset
+from hub_server import HubServer
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
@@ -61,7 +62,9 @@ def start(tokenizer, tmp_path):
         torch.manual_seed(1)
         config = VanillaConfig.preset("tiny", vocab_size=len(tokenizer), dropout=dropout, **SIZES)
         model = model or VanillaForConditionalGeneration(config)
-        splits = Splits(train=dataset(PAIRS[:50]), validation=dataset(PAIRS[50:54]))
+        train = dataset(PAIRS[:50])
+        train = train.to_iterable_dataset() if recipe.streaming else train
+        splits = Splits(train=train, validation=dataset(PAIRS[50:54]))
         return Training(recipe, module.accelerator(recipe), model, tokenizer, splits)
 
     return start
@@ -248,6 +251,41 @@ def test_early_stopping_takes_the_best_weights_and_stays_stopped(start, monkeypa
         assert {path.name for path in run.output_dir.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
 
 
+# -- sharing ----------------------------------------------------------------------------------------------------------
+
+EVERY = {"push_to_hub": True, "hub_model_id": "name", "hub_strategy": "every_save", "save_steps": 4}
+
+
+def test_every_checkpoint_is_uploaded_while_training_goes_on(start, monkeypatch):
+    run = start(**EVERY)
+    usual, uploads = run.after_update, []
+
+    def after_update(bar):
+        usual(bar)
+        if run.progress.update == 4:
+            uploads.append(run.upload.done())
+            run.upload.result()
+
+    monkeypatch.setattr(run, "after_update", after_update)
+    with HubServer("right") as server, server.in_use("right"):
+        run.run()
+        commits = [(message, files) for _, message, files in server.commits["you/name"] if files]
+    assert uploads == [False] and [message for message, _ in commits][0] == "Training in progress, update 4"
+    checkpoint = run.output_dir / "checkpoint-4"
+    travelling = {path.name: path.read_bytes() for path in checkpoint.iterdir() if path.is_file()}
+    assert commits[0][1] == travelling and "model.safetensors" in travelling
+
+
+def test_an_upload_that_fails_does_not_end_the_training(start, capsys):
+    with HubServer("right") as server, server.in_use("wrong"):
+        run = start(**EVERY)
+        run.run()
+    assert run.progress.update == 10 and not server.commits
+    said = capsys.readouterr().err
+    assert "checkpoint-4 is not on the Hub, training goes on: name was not written on the Hub: " in said
+    assert "wrong" not in said and len(list(run.output_dir.glob("checkpoint-*"))) >= 2
+
+
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +338,27 @@ def test_moments_are_stored_by_name_and_come_back(start):
     again = start(max_steps=3)
     again.resume()
     assert same(stored, optimizer_tensors(again.plain, again.optimizer))
+
+
+def test_a_streamed_run_goes_on_as_if_never_stopped(start, monkeypatch):
+    monkeypatch.setattr(module.data, "SHUFFLED", 16)
+    monkeypatch.setattr(module.data, "CHUNK", 16)
+    stream = {"streaming": True, "tokenizer_name": "t", "dropout": 0.2, "bpe_dropout": 0.2, "save_steps": 4}
+    whole = start("whole", **stream)
+    whole.run()
+    for max_steps in 7, 10:
+        resumed = start("resumed", **stream | {"max_steps": max_steps})
+        resumed.run()
+    assert same(weights(resumed), weights(whole)) and logged(resumed, "loss") == logged(whole, "loss")
+    assert resumed.results()["train_samples"] == 50 and resumed.results()["train_epochs"] is None
+
+
+def test_a_stream_that_breaks_off_ends_the_run_in_one_line(start, monkeypatch):
+    run = start(streaming=True, tokenizer_name="t", max_source_length=1)
+    with pytest.raises(InputError) as caught:
+        run.run()
+    assert str(caught.value).startswith("no pair is left to train on") and "\n" not in str(caught.value)
+    assert str(caught.value).endswith("(the same command goes on from the beginning: there is no whole checkpoint)")
 
 
 def test_a_broken_newest_checkpoint_is_passed_over(start, capsys):
