@@ -157,7 +157,7 @@ def padded(sources):
 def ours(model):
     def translate(sources, beams, length):
         ids, mask = padded(sources)
-        limits = {"max_new_tokens": length, "min_new_tokens": length} if length else {}
+        limits = {"max_new_tokens": length or ids.shape[1] + 50, "min_new_tokens": length or 0}
         found = model.search(ids, mask, num_beams=beams, suppress_tokens=(3,), **limits)
         return [
             [token for token in hypotheses[0].tokens if token != model.config.eos_token_id] for hypotheses in found

@@ -21,8 +21,8 @@ from modeling_vanilla.recipe import Recipe
 
 
 ROOT = Path(__file__).parents[1]
-# Other micro-batches sum a gradient in another order. Adam would blow up the rounding of one that is close to zero,
-# such as that of the keys' biases, which shift all scores of a query alike; with this epsilon it does not.
+# Other micro-batches sum a gradient in another order. Adam would blow up the rounding of one that is close to zero, as
+# that of the keys' biases, which shift all scores of a query alike; with this epsilon it does not.
 EXACT = ["--dropout", "0", "--seed", "3", "--num_beams", "2", "--adam_epsilon", "1e-3"]
 
 
