@@ -180,7 +180,7 @@ class Training:
                     batches = self.read(updates)
                 yield batches
         finally:
-            del updates  # ends the processes
+            updates._shutdown_workers()  # DataLoader's own way waits until no traceback holds the iterator
 
     def read(self, updates):
         """The next update; what went wrong in another process, and arrives with its traceback, in one line."""

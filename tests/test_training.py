@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import time
@@ -387,6 +388,19 @@ def test_a_named_checkpoint_begins_a_run_that_goes_on_by_itself(start, tmp_path,
     whole.run()
     assert same(weights(second), weights(whole)) and logged(second, "update") == list(range(5, 11))
     assert "is not used: the run has gone on to" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_read_its_data_leaves_no_process_behind(start, monkeypatch):
+    """Such a process would keep the program from ending, as it is deaf to SIGTERM."""
+    run = start()
+
+    def fail(self, n):
+        raise InputError("line 7 is not UTF-8")
+
+    monkeypatch.setattr(type(run.reader), "__getitem__", fail)
+    with pytest.raises(InputError, match="^line 7 is not UTF-8") as kept:
+        run.run()
+    assert kept and not multiprocessing.active_children()
 
 
 def test_other_pairs_are_refused(start):
