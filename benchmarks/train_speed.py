@@ -80,6 +80,7 @@ def compare(size, config, pairs, tokenizer, folder, args):
     ours = Loop(VanillaForConditionalGeneration(config), tokenizer, pairs, folder)
     systems = {
         "this project": ours,
+        "this project without oneDNN": WithoutOnednn(ours),
         "MarianMTModel, same loop": Loop(Learner(marian(config), config), tokenizer, pairs, folder),
         "torch.nn.Transformer, same loop": Loop(Learner(TorchTransformer(config), config), tokenizer, pairs, folder),
         "Seq2SeqTrainer with MarianMTModel": Trainer(marian(config), tokenizer, ours.run.reader.tokens, folder),
@@ -176,6 +177,20 @@ class Loop:
 
     def close(self):
         self.batches.close()
+
+
+class WithoutOnednn:
+    """The same loop with PyTorch's own choice of matrix products, MKL."""
+
+    def __init__(self, loop):
+        self.loop = loop
+
+    def __call__(self, updates):
+        with torch.backends.mkldnn.flags(enabled=False):
+            return self.loop(updates)
+
+    def close(self):
+        pass
 
 
 class Learner(nn.Module):

@@ -1,7 +1,7 @@
 # Copyright 2026 The vanilla-transformer authors. Licensed under the Apache License, Version 2.0.
 """What PyTorch computes too, but slower or with more memory: linear maps, dropout (§5.4), label smoothing (§5.4).
 
-benchmarks/README.md says what each is worth. Shapes: N tokens, D = d_model, V = vocab_size.
+benchmarks/ measures what they are worth. Shapes: N tokens, D = d_model, V = vocab_size.
 """
 
 import math

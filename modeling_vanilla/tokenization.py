@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import MarianTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from .errors import InputError
@@ -169,7 +169,7 @@ def load(folder: str | Path) -> PreTrainedTokenizerFast:
         raise InputError(f"{folder} holds no tokenizer.json; {remedy}")
     try:
         if get_tokenizer_config(folder).get("tokenizer_class") == "MarianTokenizer":  # see convert.py
-            return MarianTokenizer.from_pretrained(folder)
+            return AutoTokenizer.from_pretrained(folder)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except ImportError as error:
         raise InputError(f"the tokenizer of {folder} needs SentencePiece: pip install sentencepiece") from error
