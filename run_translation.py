@@ -51,6 +51,7 @@ MAY_CHANGE = (
     *(
         "report_to",
         "mixed_precision",
+        "fsdp",
         "torch_compile",
         "preprocessing_num_workers",
         "dataloader_num_workers",

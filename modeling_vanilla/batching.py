@@ -223,6 +223,12 @@ def collate(pairs: Sequence[dict], pad_token_id: int, decoder_start_token_id: in
     }
 
 
+def idle(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a pair of the batch from which nothing is learnt, for a device that only has to keep step with others."""
+    pair = {name: tensor[:1] for name, tensor in batch.items()}
+    return pair | {"labels": torch.full_like(pair["labels"], -100)}
+
+
 def _pad(rows, fill):
     lengths = np.array([len(row) for row in rows])
     mask = np.arange(lengths.max()) < lengths[:, None]

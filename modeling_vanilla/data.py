@@ -20,7 +20,7 @@ from datasets import (
 from datasets.fingerprint import Hasher
 
 from . import corpus
-from .batching import UpdatePlan, collate
+from .batching import UpdatePlan, collate, idle
 from .errors import InputError
 from .tokenization import DropoutSegmenter
 
@@ -216,8 +216,7 @@ class PairReader:
         mine = [rows for rows in shares[self.device] if len(rows)]
         if not mine:  # every device takes part in the reduction of gradients, this one with zeros
             first = next(rows for share in shares for rows in share if len(rows))[:1]
-            batch = self.batch(first, self.pairs(first, epoch), epoch)
-            return [batch | {"labels": batch["labels"].fill_(-100)}]
+            return [idle(self.batch(first, self.pairs(first, epoch), epoch))]
         if self.segmenter is None:
             return [self.batch(rows, self.pairs(rows, epoch), epoch) for rows in mine]
         rows = np.concatenate(mine)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from . import fsdp
 from .errors import InputError
 
 
@@ -33,8 +34,7 @@ def optimizer(
 
 def gradient_norm(model: nn.Module) -> torch.Tensor:
     """Return the norm over all gradients; it is finite only if every one of them is."""
-    norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return fsdp.whole(nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None))
 
 
 def paper_schedule(update: int, d_model: int, warmup_steps: int = 4000, lr_factor: float = 1.0) -> float:
@@ -108,39 +108,34 @@ class ExponentialMovingAverage:
         """Take in the weights after one more update."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        weights = [p.float() for p in self._parameters(model)]
-        torch._foreach_lerp_(list(self.average.values()), weights, 1 - decay)
+        average, weights = map(fsdp.part, self.average.values()), map(fsdp.part, self._parameters(model))
+        torch._foreach_lerp_(list(average), [p.float() for p in weights], 1 - decay)
 
     @contextmanager
     def applied_to(self, model: nn.Module):
         """Lend the average to `model`; the weights come back bit for bit, also after an exception."""
         parameters = self._parameters(model)
         weights = [p.detach().clone() for p in parameters]
-        _overwrite(parameters, list(self.average.values()))
+        fsdp.overwrite(parameters, self.average.values())
         try:
             yield model
         finally:
-            _overwrite(parameters, weights)
+            fsdp.overwrite(parameters, weights)
 
     def state_dict(self) -> dict:
         """Return the number of updates and the average, by parameter name."""
-        return {"updates": self.updates, "average": self.average}
+        return {"updates": self.updates, "average": {name: fsdp.whole(x) for name, x in self.average.items()}}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a `state_dict`; ValueError if it belongs to another model."""
         if difference := sorted(state["average"].keys() ^ self.average.keys()):
             raise ValueError(f"the saved average belongs to another model: {difference[0]} is in one of them only")
         self.updates = state["updates"]
-        _overwrite(list(self.average.values()), [state["average"][name] for name in self.average])
+        fsdp.overwrite(self.average.values(), (state["average"][name] for name in self.average))
 
     def _parameters(self, model):
         parameters = dict(model.named_parameters())
         return [parameters[name] for name in self.average]
-
-
-@torch.no_grad()
-def _overwrite(targets, sources):
-    torch._foreach_copy_(targets, sources)
 
 
 def average(sources: Sequence[Mapping[str, torch.Tensor] | str | os.PathLike]) -> dict[str, torch.Tensor]:

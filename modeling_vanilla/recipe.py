@@ -106,6 +106,11 @@ class Recipe:
     resume_from_checkpoint: str | None = flag(None, "a checkpoint folder; default: the newest good one in output_dir")
     report_to: str = flag("none", "tensorboard, trackio, wandb or none")
     mixed_precision: str = flag("no", "no, bf16 or fp16")
+    fsdp: bool = flag(
+        False,
+        "share weights, gradients and moments out to the devices (FSDP2, layer by layer) instead of a copy on each; "
+        "`accelerate launch --use_fsdp` asks for it too, its other settings do not count",
+    )
     torch_compile: bool = flag(False, "compile the model")
 
     # Scoring

@@ -3,6 +3,7 @@
     python run_translation.py recipe.yaml                                     one process
     accelerate launch run_translation.py recipe.yaml                          all GPUs, or mixed precision
     torchrun --nproc_per_node 2 run_translation.py recipe.yaml                two processes, also on CPUs
+    torchrun --nproc_per_node 2 run_translation.py recipe.yaml --fsdp true    which share one model's memory
 
 What an update holds is planned ahead (`batching.UpdatePlan`); devices only share its micro-batches. Its gradient is
 that of the summed loss divided by the target tokens of the whole update, its learning rate and its random numbers
@@ -30,8 +31,8 @@ from accelerate.utils import DistributedType, gather_object
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from . import checkpoints, data, hub, metrics, optimization, sharing
-from .batching import collate, token_batches
+from . import checkpoints, data, fsdp, hub, metrics, optimization, sharing
+from .batching import collate, idle, token_batches
 from .errors import InputError, Stopped
 
 
@@ -61,9 +62,13 @@ def accelerator(recipe):
     """Accelerate, set up for gradients that we normalise ourselves and for models without changing buffers.
 
     Raises:
-        InputError: the machine has no fp16, the tracker is not installed, or the launcher shards the model.
+        InputError: the machine has no fp16, the tracker is not installed, the launcher is not one of those above, or
+            an old PyTorch cannot shard on CPUs.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
+    # From `accelerate launch --use_fsdp`: Accelerate's own way to shard needs GPUs.
+    if os.environ.pop("ACCELERATE_USE_FSDP", "false") == "true":
+        recipe.fsdp = True
     try:
         accelerator = Accelerator(
             # Accelerate sees the other processes on CPUs only when told that CPUs are meant.
@@ -79,15 +84,15 @@ def accelerator(recipe):
         ) from None
     if recipe.report_to != "none" and not accelerator.log_with:
         raise InputError(f"--report_to {recipe.report_to}: pip install {recipe.report_to}")
-    # The model itself works under fully_shard (FSDP2) and trains there in a loop of your own, see tests; here the
-    # moving average, evaluation and checkpoints want whole weights.
-    sharded = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-    if accelerator.distributed_type in sharded or accelerator.num_processes < world:
+    foreign = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    if accelerator.distributed_type in foreign or accelerator.num_processes < world:
         raise InputError(
-            f"{world} processes of the kind {accelerator.distributed_type.value}: every device must hold the whole "
-            "model (3.4 GB for the paper's big one with its moments); use torchrun or accelerate launch --multi_gpu "
-            "(in a loop of your own the model can be sharded with torch's fully_shard)"
+            f"{world} processes of the kind {accelerator.distributed_type.value} do not train together here: use "
+            "torchrun or accelerate launch --multi_gpu, with --fsdp true if one device cannot hold the model"
         )
+    recipe.fsdp = recipe.fsdp and world > 1
+    if recipe.fsdp and accelerator.device.type == "cpu" and not fsdp.KNOWS_CPUS:
+        raise InputError(f"--fsdp true: PyTorch {torch.__version__} shards on GPUs only; leave it out or update")
     return accelerator
 
 
@@ -113,11 +118,16 @@ class Training:
         place = accelerator.process_index, accelerator.num_processes
         with main_process_first(accelerator):
             self.reader = data.reader(recipe, splits, tokenizer, model.config, *place)
+        self.trained = fsdp.shard(model, accelerator.num_processes) if recipe.fsdp else model
+        self.gather()
         if recipe.torch_compile:
-            model.compile(dynamic=True)
-        optimizer = optimization.optimizer(model, 0.0, (recipe.adam_beta1, recipe.adam_beta2), recipe.adam_epsilon)
-        self.model, self.optimizer = accelerator.prepare(model, optimizer)
-        self.ema = optimization.ExponentialMovingAverage(model, recipe.ema_decay) if recipe.ema_decay else None
+            self.trained.compile(dynamic=True)
+        betas = recipe.adam_beta1, recipe.adam_beta2
+        optimizer = optimization.optimizer(self.trained, 0.0, betas, recipe.adam_epsilon)
+        self.optimizer = accelerator.prepare(optimizer)
+        # "Evaluation" is Accelerate's word for mixed precision alone: what is sharded is not replicated (DDP) too.
+        self.model = accelerator.prepare_model(self.trained, device_placement=False, evaluation_mode=recipe.fsdp)
+        self.ema = optimization.ExponentialMovingAverage(self.trained, recipe.ema_decay) if recipe.ema_decay else None
         self.progress = Progress(total_updates=planned_updates(recipe, self.reader), data=self.reader.fingerprint)
         self.seconds = Counter()  # phase -> seconds of this process
         self.log = Log(self.output_dir / "training_log.jsonl", accelerator)
@@ -193,29 +203,32 @@ class Training:
     def update(self, batches):
         """One step of Adam on the mean loss over all target tokens of the update, on however many devices."""
         n, accelerator, loss = self.progress.update, self.accelerator, 0.0
-        tokens = self.agree(batches)
+        tokens, rounds = self.agree(batches)
         self.learning_rate = self.schedule(n + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
         # Seeded by update and device: nothing to store, nothing to restore.
         torch.manual_seed(((self.recipe.seed * 1_000_003 + n) * 4096 + accelerator.process_index) % 2**63)
         with self.phase("forward and backward") as watch:
-            for batch in batches:
-                last = batch is batches[-1]
-                with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+            for i, batch in enumerate(batches + [idle(batches[0])] * (rounds - len(batches)), start=1):
+                with contextlib.nullcontext() if i == rounds else accelerator.no_sync(self.model):
                     loss += self.backward(batch, tokens / accelerator.num_processes)
             stepped = self.step()
         self.count(batches, tokens, loss if stepped else 0.0, stepped, watch())
 
     def agree(self, batches):
-        """The target tokens of the update on all devices; also tell each other of signals, and look at one clock."""
+        """The target tokens of the update, on all devices together, and how many batches this one has to compute.
+
+        The devices also tell each other of signals, and look at one clock.
+        """
         tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
         seconds = time.perf_counter() - self.started
-        mine = torch.tensor([[tokens, self.asked, round(1000 * seconds)]], device=self.accelerator.device)
-        everyone = self.accelerator.gather(mine)
+        mine = [tokens, self.asked, round(1000 * seconds), len(batches)]
+        everyone = self.accelerator.gather(torch.tensor([mine], device=self.accelerator.device))
         self.agreed = int(everyone[:, 1].max())
         self.fit_to_clock(int(everyone[0, 2]) / 1000)
-        return int(everyone[:, 0].sum())
+        # Sharded layers are gathered for every batch, and for that all devices are needed.
+        return int(everyone[:, 0].sum()), int(everyone[:, 3].max()) if self.recipe.fsdp else len(batches)
 
     def backward(self, batch, tokens):
         """Add a micro-batch to the gradient; devices average theirs, so `tokens` are those of the mean device."""
@@ -240,7 +253,7 @@ class Training:
     def step(self):
         """Adam, unless the gradient is not finite: then the update is skipped and counted. Whether a step was made."""
         self.accelerator.unscale_gradients()
-        finite = bool(torch.isfinite(optimization.gradient_norm(self.plain)))
+        finite = bool(torch.isfinite(optimization.gradient_norm(self.trained)))
         if finite or self.accelerator.scaler is not None:  # which skips too, and has to learn of it
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -249,7 +262,7 @@ class Training:
             return False
         self.progress.skipped_in_a_row = 0
         if self.ema is not None:
-            self.ema.update(self.plain)
+            self.ema.update(self.trained)
         return True
 
     def skip(self):
@@ -317,11 +330,10 @@ class Training:
     def evaluate_and_compare(self):
         """Score the validation data and remember whether this is the best model so far."""
         recipe, progress = self.recipe, self.progress
-        averaged = contextlib.nullcontext() if self.ema is None else self.ema.applied_to(self.plain)
-        with self.phase("evaluation"), averaged, warnings.catch_warnings():
+        with self.phase("evaluation"), self.result_so_far() as model, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they name lines that were cut or never ended: of use in the end only
             scores, translations = evaluate(
-                self.plain, self.tokenizer, self.splits.validation, self.accelerator, recipe, recipe.eval_num_beams
+                model, self.tokenizer, self.splits.validation, self.accelerator, recipe, recipe.eval_num_beams
             )
         self.log.write({"update": progress.update, **{f"eval_{name}": value for name, value in scores.items()}})
         self.say(summary(progress.update, scores, recipe.eval_num_beams))
@@ -335,6 +347,20 @@ class Training:
                 self.checkpoint()
         else:
             progress.worse_in_a_row += 1
+
+    @contextlib.contextmanager
+    def result_so_far(self):
+        """The whole model on this device, with the moving average if there is one."""
+        self.gather(self.accelerator.device)
+        with contextlib.nullcontext() if self.ema is None else self.ema.applied_to(self.plain):
+            yield self.plain
+        if self.recipe.fsdp:
+            self.plain.cpu()
+
+    def gather(self, device="cpu"):
+        """Let `plain` have the weights that are trained: with FSDP it is a copy, off the devices most of the time."""
+        if self.recipe.fsdp:
+            fsdp.overwrite(self.plain.to(device).parameters(), self.trained.parameters())
 
     # -- what is seen -------------------------------------------------------------------------------------------------
 
@@ -414,9 +440,10 @@ class Training:
             progress.seconds = time.perf_counter() - self.started
             if self.accelerator.scaler is not None:
                 progress.scaler = self.accelerator.scaler.state_dict()
-            tensors = {"optimizer": optimizer_tensors(self.plain, self.optimizer)}
+            self.gather()
+            tensors = {"optimizer": optimizer_tensors(self.trained, self.optimizer)}
             if self.ema is not None:
-                tensors["ema"] = self.ema.average
+                tensors["ema"] = self.ema.state_dict()["average"]
             if self.accelerator.is_main_process:
                 checkpoints.save(folder, self.plain, self.tokenizer, tensors, asdict(progress))
                 if self.upload is None or self.upload.done():  # or its folder has to stay
@@ -463,7 +490,9 @@ class Training:
         if progress["data"] != self.progress.data:
             raise InputError(f"{folder} was trained on other pairs: use the same data or another --output_dir")
         checkpoints.load_weights(self.plain, weights)
-        load_optimizer_tensors(self.plain, self.optimizer, tensors["optimizer"])
+        if self.recipe.fsdp:
+            fsdp.overwrite(self.trained.parameters(), self.plain.parameters())
+        load_optimizer_tensors(self.trained, self.optimizer, tensors["optimizer"])
         if self.ema is not None:
             steps = progress["update"] - progress["skipped"]
             self.ema.load_state_dict({"updates": steps, "average": tensors["ema"]})
@@ -478,6 +507,7 @@ class Training:
     def finish(self):
         """The final weights: averaged over checkpoints, those of the best evaluation, or the moving average."""
         recipe, best = self.recipe, self.progress.best_update
+        self.gather(self.accelerator.device)
         if recipe.average_checkpoints > 1:
             folders = checkpoints.scheduled(self.output_dir, recipe.save_steps)[-recipe.average_checkpoints :]
             checkpoints.load_weights(self.plain, optimization.average(folders))
@@ -487,7 +517,7 @@ class Training:
             checkpoints.load_weights(self.plain, tensors.get("ema", weights))
             self.say(f"took the weights of checkpoint-{best}")
         elif self.ema is not None:
-            checkpoints.load_weights(self.plain, self.ema.average)
+            checkpoints.load_weights(self.plain, self.ema.state_dict()["average"])
 
     def epochs(self):
         """Passes over the data so far; None on a stream, whose length nobody knows."""
@@ -617,19 +647,22 @@ def oddities(sources, translations):
 
 
 def optimizer_tensors(model, optimizer):
-    """Adam's moments by parameter name: {"name|moment": tensor}."""
+    """Adam's moments by parameter name, on the CPU: {"name|moment": tensor}."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    state = optimizer.state_dict()["state"]
-    return {f"{names[i]}|{key}": tensor for i, moments in state.items() for key, tensor in moments.items()}
+    stored = {}
+    for i, moments in optimizer.state_dict()["state"].items():
+        stored |= {f"{names[i]}|{key}": fsdp.whole(tensor).cpu() for key, tensor in moments.items()}
+    return stored
 
 
 def load_optimizer_tensors(model, optimizer, tensors):
     """Undo `optimizer_tensors`."""
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     state = {}
     for key, tensor in tensors.items():
         name, _, moment = key.rpartition("|")
-        state.setdefault(names.index(name), {})[moment] = tensor
+        shared_out = fsdp.like(tensor, parameters[name]) if tensor.dim() else tensor  # `step` is a single number
+        state.setdefault(list(parameters).index(name), {})[moment] = shared_out
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 

@@ -1,7 +1,6 @@
 """Two and three processes make the updates, scores and files that one makes."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from launched import TIMEOUT, TINY, Run, free_port, write_pairs
+from launched import TINY, Run, free_port, write_pairs
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
 
-from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, training
+from modeling_vanilla import fsdp, training
 from modeling_vanilla.errors import InputError
 from modeling_vanilla.recipe import Recipe
 
@@ -24,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 # Other micro-batches sum a gradient in another order. Adam would blow up the rounding of one that is close to zero, as
 # that of the keys' biases, which shift all scores of a query alike; with this epsilon it does not.
 EXACT = ["--dropout", "0", "--seed", "3", "--num_beams", "2", "--adam_epsilon", "1e-3"]
+SHARDS = pytest.mark.skipif(not fsdp.KNOWS_CPUS, reason="this PyTorch shards on GPUs only")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +53,16 @@ def largest_difference(folder, other):
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
+def assert_equal_runs(folder, other):
+    assert largest_difference(folder, other) < 1e-5
+    assert lines(folder, "learning_rate") == lines(other, "learning_rate")
+    assert lines(folder, "loss") == pytest.approx(lines(other, "loss"), abs=1e-5)
+    for name in ("eval_loss", "eval_bleu", "eval_chrf"):
+        assert lines(folder, name) == pytest.approx(lines(other, name), abs=1e-5)
+    predictions = [(each / "generated_predictions.txt").read_bytes() for each in (folder, other)]
+    assert predictions[0] == predictions[1] and predictions[0].count(b"\n") == 7
+
+
 @pytest.fixture(scope="module")
 def alone(corpus, tmp_path_factory):
     """What one process makes of it."""
@@ -66,21 +75,16 @@ def alone(corpus, tmp_path_factory):
 def test_devices_and_accumulation_only_split_an_update(corpus, alone, tmp_path, processes, max_tokens_per_device):
     folder = tmp_path / "out"
     Run(*flags(corpus, folder, max_tokens_per_device=max_tokens_per_device), processes=processes).finish()
-    assert largest_difference(folder, alone) < 1e-5
-    assert lines(folder, "learning_rate") == lines(alone, "learning_rate")
-    assert lines(folder, "loss") == pytest.approx(lines(alone, "loss"), abs=1e-5)
-    for name in ("eval_loss", "eval_bleu", "eval_chrf"):
-        assert lines(folder, name) == pytest.approx(lines(alone, name), abs=1e-5)
-    predictions = [(each / "generated_predictions.txt").read_bytes() for each in (folder, alone)]
-    assert predictions[0] == predictions[1] and predictions[0].count(b"\n") == 7
+    assert_equal_runs(folder, alone)
 
 
-def test_noise_does_not_depend_on_the_processes_nor_on_an_interruption(corpus, tmp_path):
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=SHARDS)])
+def test_noise_does_not_depend_on_the_processes_nor_on_an_interruption(corpus, tmp_path, sharded):
     noise = {"bpe_dropout": 0.2, "source_word_dropout": 0.1, "target_word_dropout": 0.1, "save_steps": 7}
     one, two = tmp_path / "one", tmp_path / "two"
     Run(*flags(corpus, one, **noise)).finish()
     Run(*flags(corpus, two, **noise | {"max_steps": 7})).finish()
-    Run(*flags(corpus, two, **noise, dataloader_num_workers=2), processes=2).finish()
+    Run(*flags(corpus, two, **noise, dataloader_num_workers=2, fsdp=sharded), processes=2).finish()
     assert largest_difference(one, two) < 1e-5
     assert lines(two, "update") == lines(one, "update")
     assert lines(two, "loss") == pytest.approx(lines(one, "loss"), abs=1e-5)
@@ -107,11 +111,12 @@ def test_every_process_tells_its_error_in_a_line_and_says_which_it_is(corpus, tm
         assert all("missing" in what for _, _, what in told)
 
 
-def test_processes_without_work_take_part(corpus, tmp_path):
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=SHARDS)])
+def test_processes_without_work_take_part(corpus, tmp_path, sharded):
     """One pair for three processes, in training and in every evaluation."""
     single = {name: write_pairs(tmp_path, 1, f"{name}.tsv") for name in corpus}
     folder = tmp_path / "out"
-    Run(*flags(single, folder, max_steps=3, eval_steps=2), processes=3).finish()
+    Run(*flags(single, folder, max_steps=3, eval_steps=2, fsdp=sharded), processes=3).finish()
     assert lines(folder, "update") == [1, 2, 2, 3]
     assert (folder / "generated_predictions.txt").read_text().count("\n") == 1
 
@@ -127,89 +132,52 @@ def test_a_signal_to_one_process_or_twice_to_all_stops_them_with_a_checkpoint(co
     assert [each.name for each in folder.glob("checkpoint-*")] == ["checkpoint-5"]
 
 
-def test_a_sharded_model_is_refused(monkeypatch, tmp_path):
-    recipe = Recipe(output_dir=str(tmp_path))
-    monkeypatch.setattr(training.Accelerator, "distributed_type", DistributedType.FSDP)
-    with pytest.raises(InputError, match="every device must hold the whole model"):
-        training.accelerator(recipe)
+@SHARDS
+@pytest.mark.parametrize("processes", [2, 3])
+def test_sharded_training_equals_that_of_one_process(corpus, alone, tmp_path, processes):
+    folder = tmp_path / "out"
+    Run(*flags(corpus, folder, fsdp=True, max_tokens_per_device=90), processes=processes).finish()
+    assert_equal_runs(folder, alone)
 
 
-def train_sharded(rank, world, port, results):
-    """Three updates of Adam on a model whose every layer is sharded; rank 0 reports losses, gradients and weights."""
-    torch.set_num_threads(1)
-    if world > 1:
-        where = f"tcp://127.0.0.1:{port}"
-        torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=world)
-    torch.manual_seed(0)
-    config = VanillaConfig.preset("tiny", vocab_size=60, dropout=0.0, d_model=16, encoder_ffn_dim=32)
-    model = VanillaForConditionalGeneration(config).train()
-    if world > 1:
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world,))
-        for layer in [*model.model.encoder.layers, *model.model.decoder.layers, model]:
-            fully_shard(layer, mesh=mesh)
-    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5), []
-    for _ in range(3):
-        ids = torch.randint(4, 60, (6, 9))
-        mine = ids[rank::world]
-        loss = model(input_ids=mine, labels=mine, num_items_in_batch=ids.numel() / world).loss
-        loss.backward()
-        seen.append(sum_over(loss.detach(), world) / world)
-        gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
-    if rank == 0:
-        to_numpy = {"gradients": gradients, "weights": weights}
-        results.put((seen, {k: {n: t.detach().numpy() for n, t in v.items()} for k, v in to_numpy.items()}))
-    if world > 1:
-        torch.distributed.destroy_process_group()
+@SHARDS
+def test_a_sharded_run_goes_on_with_a_copy_on_each_device_and_back(corpus, tmp_path):
+    """Weights, moments and moving average are stored whole."""
+    more = {"ema_decay": 0.9, "save_steps": 5}
+    one, many = tmp_path / "one", tmp_path / "many"
+    Run(*flags(corpus, one, **more)).finish()
+    for steps, processes, sharded in [(5, 1, False), (10, 3, True), (15, 2, False), (20, 2, True)]:
+        Run(*flags(corpus, many, **more | {"max_steps": steps, "fsdp": sharded}), processes=processes).finish()
+    assert_equal_runs(many, one)
+    for name in ("optimizer", "ema"):
+        ours, theirs = (load_file(each / f"checkpoint-20/training_state/{name}.safetensors") for each in (many, one))
+        assert ours.keys() == theirs.keys()
+        assert all((ours[key] - theirs[key]).abs().max() < 1e-5 for key in ours)
 
 
-def sum_over(loss, world):
-    if world > 1:
-        torch.distributed.all_reduce(loss)
-    return float(loss)
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def run_sharded(world):
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    results = context.Queue()
-    processes = [context.Process(target=train_sharded, args=(rank, world, port, results)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    found = results.get(timeout=TIMEOUT)
-    for process in processes:
-        process.join(TIMEOUT)
-    return found
-
-
-def test_the_model_itself_may_be_sharded():
-    """Under FSDP2 on two processes: the losses, gradients and weights of one."""
-    (losses, alone), (sharded_losses, sharded) = run_sharded(1), run_sharded(2)
-    assert sharded_losses == pytest.approx(losses, abs=1e-5)
-    for kind in alone:
-        assert alone[kind].keys() == sharded[kind].keys()
-        for name, array in alone[kind].items():
-            assert abs(sharded[kind][name] - array).max() < 1e-5, (kind, name)
+def test_other_ways_to_split_a_model_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(training.Accelerator, "distributed_type", DistributedType.DEEPSPEED)
+    with pytest.raises(InputError, match="DEEPSPEED do not train together here: use torchrun"):
+        training.accelerator(Recipe(output_dir=str(tmp_path)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torch.distributed.run", "accelerate.commands.launch"])
-def test_the_launchers_of_the_readme_start_processes_that_work_together(corpus, alone, tmp_path, launcher):
-    options = {
-        "torch.distributed.run": ["--nproc_per_node", "2"],
-        "accelerate.commands.launch": ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
-    }[launcher]
+@pytest.mark.parametrize(
+    "launcher, options",
+    [
+        ("torch.distributed.run", "--nproc_per_node 2"),
+        ("accelerate.commands.launch", "--multi_gpu --num_processes 2 --num_machines 1"),
+        pytest.param("accelerate.commands.launch", "--use_fsdp --num_processes 2 --num_machines 1", marks=SHARDS),
+    ],
+)
+def test_the_launchers_of_the_readme_start_processes_that_work_together(corpus, alone, tmp_path, launcher, options):
     port = ["--master_port" if "torch" in launcher else "--main_process_port", str(free_port())]
-    command = [sys.executable, "-m", launcher, *options, *port, str(ROOT / "run_translation.py")]
+    command = [sys.executable, "-m", launcher, *options.split(), *port, str(ROOT / "run_translation.py")]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     arguments = map(str, flags(corpus, tmp_path / "out"))
     result = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "out" / "recipe.json").read_text())["fsdp"] == ("fsdp" in options)
     assert largest_difference(tmp_path / "out", alone) < 1e-5
     assert torch.equal(
         torch.tensor(lines(tmp_path / "out", "learning_rate")), torch.tensor(lines(alone, "learning_rate"))
