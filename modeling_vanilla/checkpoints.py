@@ -48,7 +48,12 @@ def load(folder):
     """(weights, {file name: tensors}, progress) of a checkpoint."""
     state = Path(folder) / STATE
     tensors = {path.stem: load_file(path) for path in state.glob("*.safetensors")}
-    return load_file(Path(folder) / "model.safetensors"), tensors, json.loads((state / "progress.json").read_text())
+    return load_file(Path(folder) / "model.safetensors"), tensors, progress(folder)
+
+
+def progress(folder):
+    """What `save` was given of this name."""
+    return json.loads((Path(folder) / STATE / "progress.json").read_text())
 
 
 def load_weights(model, weights):
@@ -75,7 +80,7 @@ def fault(folder):
             if name.endswith(".safetensors"):
                 with safe_open(folder / name, "pt") as file:
                     file.keys()
-        json.loads((folder / STATE / "progress.json").read_text())
+        progress(folder)
     except (OSError, ValueError, SafetensorError) as error:
         return str(error)
     return None

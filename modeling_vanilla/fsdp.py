@@ -1,7 +1,8 @@
 """Weights, gradients and Adam's moments shared out to the devices (FSDP2, PyTorch's `fully_shard`).
 
 Tensors of a sharded model are DTensors, of which every device holds some rows. All devices have to call these
-functions together, in the same order.
+functions together, in the same order. With mixed precision the layers' half-precision copies stay until the backward
+pass: what is saved are gradients, moments and float32 weights.
 """
 
 import copy
@@ -17,11 +18,12 @@ from transformers import PreTrainedModel
 KNOWS_CPUS = hasattr(torch.cpu.Stream, "record_event")  # which `fully_shard` calls; PyTorch 2.6 lacks it
 
 
-def shard(model: PreTrainedModel, devices: int) -> PreTrainedModel:
-    """Return a sharded copy of a model, whose layers are gathered one at a time while they are computed."""
-    mesh, sharded = init_device_mesh(model.device.type, (devices,)), copy.deepcopy(model)
+def shard(model: PreTrainedModel, device_type: str, devices: int) -> PreTrainedModel:
+    """Return a copy of a model on the CPU, shared out to devices, which gather its layers one at a time to compute."""
+    mesh, sharded = init_device_mesh(device_type, (devices,)), copy.deepcopy(model)
     for module in (*sharded.get_encoder().layers, *sharded.get_decoder().layers, sharded):
         fully_shard(module, mesh=mesh)
+    overwrite(sharded.parameters(), model.parameters())  # those of the first process, should they differ
     return sharded
 
 
@@ -31,8 +33,8 @@ def part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all rows, on every device."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return all rows, on the CPU; a tensor that is not sharded as it is."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

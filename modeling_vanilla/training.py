@@ -88,10 +88,9 @@ def accelerator(recipe):
     if accelerator.distributed_type in foreign or accelerator.num_processes < world:
         raise InputError(
             f"{world} processes of the kind {accelerator.distributed_type.value} do not train together here: use "
-            "torchrun or accelerate launch --multi_gpu, with --fsdp true if one device cannot hold the model"
+            "torchrun or accelerate launch --multi_gpu, with --fsdp true if gradients and moments do not fit a device"
         )
-    recipe.fsdp = recipe.fsdp and world > 1
-    if recipe.fsdp and accelerator.device.type == "cpu" and not fsdp.KNOWS_CPUS:
+    if recipe.fsdp and world > 1 and accelerator.device.type == "cpu" and not fsdp.KNOWS_CPUS:
         raise InputError(f"--fsdp true: PyTorch {torch.__version__} shards on GPUs only; leave it out or update")
     return accelerator
 
@@ -118,15 +117,18 @@ class Training:
         place = accelerator.process_index, accelerator.num_processes
         with main_process_first(accelerator):
             self.reader = data.reader(recipe, splits, tokenizer, model.config, *place)
-        self.trained = fsdp.shard(model, accelerator.num_processes) if recipe.fsdp else model
-        self.gather()
+        self.sharded = recipe.fsdp and accelerator.num_processes > 1
+        if self.sharded:
+            self.trained = fsdp.shard(model.cpu(), accelerator.device.type, accelerator.num_processes)
+        else:
+            self.trained = model
         if recipe.torch_compile:
             self.trained.compile(dynamic=True)
         betas = recipe.adam_beta1, recipe.adam_beta2
         optimizer = optimization.optimizer(self.trained, 0.0, betas, recipe.adam_epsilon)
         self.optimizer = accelerator.prepare(optimizer)
         # "Evaluation" is Accelerate's word for mixed precision alone: what is sharded is not replicated (DDP) too.
-        self.model = accelerator.prepare_model(self.trained, device_placement=False, evaluation_mode=recipe.fsdp)
+        self.model = accelerator.prepare_model(self.trained, device_placement=False, evaluation_mode=self.sharded)
         self.ema = optimization.ExponentialMovingAverage(self.trained, recipe.ema_decay) if recipe.ema_decay else None
         self.progress = Progress(total_updates=planned_updates(recipe, self.reader), data=self.reader.fingerprint)
         self.seconds = Counter()  # phase -> seconds of this process
@@ -211,6 +213,7 @@ class Training:
         torch.manual_seed(((self.recipe.seed * 1_000_003 + n) * 4096 + accelerator.process_index) % 2**63)
         with self.phase("forward and backward") as watch:
             for i, batch in enumerate(batches + [idle(batches[0])] * (rounds - len(batches)), start=1):
+                # Sharded gradients are added up at once: to keep whole ones until the last batch takes their memory.
                 with contextlib.nullcontext() if i == rounds else accelerator.no_sync(self.model):
                     loss += self.backward(batch, tokens / accelerator.num_processes)
             stepped = self.step()
@@ -228,7 +231,7 @@ class Training:
         self.agreed = int(everyone[:, 1].max())
         self.fit_to_clock(int(everyone[0, 2]) / 1000)
         # Sharded layers are gathered for every batch, and for that all devices are needed.
-        return int(everyone[:, 0].sum()), int(everyone[:, 3].max()) if self.recipe.fsdp else len(batches)
+        return int(everyone[:, 0].sum()), int(everyone[:, 3].max()) if self.sharded else len(batches)
 
     def backward(self, batch, tokens):
         """Add a micro-batch to the gradient; devices average theirs, so `tokens` are those of the mean device."""
@@ -351,16 +354,16 @@ class Training:
     @contextlib.contextmanager
     def result_so_far(self):
         """The whole model on this device, with the moving average if there is one."""
-        self.gather(self.accelerator.device)
+        self.gather()
         with contextlib.nullcontext() if self.ema is None else self.ema.applied_to(self.plain):
-            yield self.plain
-        if self.recipe.fsdp:
+            yield self.plain.to(self.accelerator.device)
+        if self.sharded:
             self.plain.cpu()
 
-    def gather(self, device="cpu"):
-        """Let `plain` have the weights that are trained: with FSDP it is a copy, off the devices most of the time."""
-        if self.recipe.fsdp:
-            fsdp.overwrite(self.plain.to(device).parameters(), self.trained.parameters())
+    def gather(self):
+        """Let `plain` have the weights that are trained: of a sharded model it is a copy, mostly on the CPU."""
+        if self.sharded:
+            fsdp.overwrite(self.plain.parameters(), self.trained.parameters())
 
     # -- what is seen -------------------------------------------------------------------------------------------------
 
@@ -476,12 +479,13 @@ class Training:
                 raise InputError(f"--resume_from_checkpoint {folder} is no whole checkpoint: {reason}")
         elif named is not None and Path(named).resolve() != folder.resolve():
             self.say(f"--resume_from_checkpoint {named} is not used: the run has gone on to {folder}")
+        update = 0 if folder is None else checkpoints.progress(folder)["update"]
+        everyone = self.accelerator.gather(torch.tensor([update], device=self.accelerator.device))
+        if everyone.unique().numel() > 1:
+            raise InputError(f"{self.output_dir} is not the same folder for all processes: share it between machines")
         if folder is not None:
             self.load(folder)
             self.say(f"going on from {folder}")
-        everyone = self.accelerator.gather(torch.tensor([self.progress.update], device=self.accelerator.device))
-        if everyone.unique().numel() > 1:
-            raise InputError(f"{self.output_dir} is not the same folder for all processes: share it between machines")
         self.log.cut(self.progress.update)
 
     def load(self, folder):
@@ -490,7 +494,7 @@ class Training:
         if progress["data"] != self.progress.data:
             raise InputError(f"{folder} was trained on other pairs: use the same data or another --output_dir")
         checkpoints.load_weights(self.plain, weights)
-        if self.recipe.fsdp:
+        if self.sharded:
             fsdp.overwrite(self.trained.parameters(), self.plain.parameters())
         load_optimizer_tensors(self.trained, self.optimizer, tensors["optimizer"])
         if self.ema is not None:
@@ -507,7 +511,7 @@ class Training:
     def finish(self):
         """The final weights: averaged over checkpoints, those of the best evaluation, or the moving average."""
         recipe, best = self.recipe, self.progress.best_update
-        self.gather(self.accelerator.device)
+        self.gather()
         if recipe.average_checkpoints > 1:
             folders = checkpoints.scheduled(self.output_dir, recipe.save_steps)[-recipe.average_checkpoints :]
             checkpoints.load_weights(self.plain, optimization.average(folders))
@@ -518,6 +522,7 @@ class Training:
             self.say(f"took the weights of checkpoint-{best}")
         elif self.ema is not None:
             checkpoints.load_weights(self.plain, self.ema.state_dict()["average"])
+        self.plain.to(self.accelerator.device)
 
     def epochs(self):
         """Passes over the data so far; None on a stream, whose length nobody knows."""
@@ -647,11 +652,11 @@ def oddities(sources, translations):
 
 
 def optimizer_tensors(model, optimizer):
-    """Adam's moments by parameter name, on the CPU: {"name|moment": tensor}."""
+    """Adam's moments by parameter name: {"name|moment": tensor}."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     stored = {}
     for i, moments in optimizer.state_dict()["state"].items():
-        stored |= {f"{names[i]}|{key}": fsdp.whole(tensor).cpu() for key, tensor in moments.items()}
+        stored |= {f"{names[i]}|{key}": fsdp.whole(tensor) for key, tensor in moments.items()}
     return stored
 
 

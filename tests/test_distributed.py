@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,8 +137,12 @@ def test_a_signal_to_one_process_or_twice_to_all_stops_them_with_a_checkpoint(co
 @pytest.mark.parametrize("processes", [2, 3])
 def test_sharded_training_equals_that_of_one_process(corpus, alone, tmp_path, processes):
     folder = tmp_path / "out"
-    Run(*flags(corpus, folder, fsdp=True, max_tokens_per_device=90), processes=processes).finish()
+    said = Run(*flags(corpus, folder, fsdp=True, max_tokens_per_device=90), processes=processes).finish()
     assert_equal_runs(folder, alone)
+    here, everywhere = (
+        int(re.search(rf"([\d,]+) parameters{where}", said)[1].replace(",", "")) for where in (" on this device", ",")
+    )
+    assert everywhere / processes <= here < 1.1 * everywhere / processes
 
 
 @SHARDS
