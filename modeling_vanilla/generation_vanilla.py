@@ -101,21 +101,25 @@ class SearchOptions:
 # -- The decoder, one token a step ------------------------------------------------------------------------------------
 
 
-def projection(*linears):
-    """One product for projections of the same input: (..., D) -> (..., sum of their widths).
+def projection(*linears, heads=1):
+    """One product for projections of the same input, (N, D) -> (N, sum of their widths), side by side in each head.
 
     Where weight and bias are not all there is (adapter, quantisation, hook), the modules themselves are called.
     """
+
+    def side_by_side(parts):  # of shape (width, ...)
+        return torch.cat([x.unflatten(0, (heads, -1)) for x in parts], dim=1).flatten(0, 1)
+
     if not all(type(m) in (nn.Linear, Linear) and "forward" not in vars(m) and not m._forward_hooks for m in linears):
-        return lambda x: torch.cat([m(x) for m in linears], dim=-1)
+        return lambda x: side_by_side([m(x).t() for m in linears]).t()
     if len(linears) == 1:
         return PackedProduct(linears[0].weight, linears[0].bias)
-    return PackedProduct(torch.cat([m.weight for m in linears]), torch.cat([m.bias for m in linears]))
+    return PackedProduct(side_by_side([m.weight for m in linears]), side_by_side([m.bias for m in linears]))
 
 
 def attend(q, keys_values, mask):
-    """softmax(q k^T / sqrt(d) + mask) v: (R h, K, d); q (R h, K, d), keys_values (2, R h, S, d), mask (R h, K, S)."""
-    k, v = keys_values
+    """softmax(q k^T / sqrt(d) + mask) v: (R h, K, d); q (R h, K, d), keys_values (R h, S, 2 d), mask (R h, K, S)."""
+    k, v = keys_values.chunk(2, dim=-1)
     return torch.bmm(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5).softmax(-1), v)
 
 
@@ -131,21 +135,24 @@ def leave(x, rows, stay):
 
 
 class IncrementalLayer:
-    """A decoder layer with the keys and values, (2, R h, S, d), of the encoder's output and of the target's slots."""
+    """A decoder layer with the keys and values, (R h, S, 2 d), of the encoder's output and of the target's slots.
+
+    Its rows are the first beams of all sentences, then the second ones, ...: so heads are split off without a copy.
+    """
 
     def __init__(self, layer, memory, slots):
         attn, memory_attn = layer.self_attn, layer.encoder_attn
         self.layer, self.heads, self.used = layer, attn.heads, 0
         self.pre = layer.config.norm_position == "pre"
-        self.qkv, self.out = projection(attn.q_proj, attn.k_proj, attn.v_proj), projection(attn.out_proj)
+        self.qkv = projection(attn.q_proj, attn.k_proj, attn.v_proj, heads=attn.heads)
+        self.out = projection(attn.out_proj)
         self.memory_q, self.memory_out = projection(memory_attn.q_proj), projection(memory_attn.out_proj)
         self.fc1, self.fc2 = projection(layer.fc1), projection(layer.fc2)
-        self.memory = torch.stack(memory_attn.keys_values(memory)).flatten(1, 2)
-        _, rows, _, d = self.memory.shape
-        self.target = memory.new_empty(2, rows, slots, d)
+        self.memory = torch.cat(memory_attn.keys_values(memory), dim=-1).flatten(0, 1)
+        self.target = memory.new_empty(len(self.memory), slots, self.memory.shape[2])
 
     def __call__(self, x, ancestry, padding):
-        """x (R K, D) -> (R K, D); the masks as in `attend`."""
+        """x (K R, D) -> (K R, D); the masks as in `attend`."""
         layer, self.ancestry, self.padding = self.layer, ancestry, padding
         x = self.residual(x, layer.self_attn_layer_norm, self.self_attention)
         x = self.residual(x, layer.encoder_attn_layer_norm, self.cross_attention)
@@ -157,39 +164,35 @@ class IncrementalLayer:
 
     def self_attention(self, x):
         qkv = self.split(self.qkv(x))
-        before, self.used = self.used, self.used + qkv.shape[2]
-        self.target[:, :, before : self.used] = qkv[1:]
-        return self.out(self.merge(attend(qkv[0], self.target[:, :, : self.used], self.ancestry)))
+        d, before, self.used = qkv.shape[2] // 3, self.used, self.used + qkv.shape[1]
+        self.target[:, before : self.used] = qkv[..., d:]
+        return self.out(self.merge(attend(qkv[..., :d], self.target[:, : self.used], self.ancestry)))
 
     def cross_attention(self, x):
-        (q,) = self.split(self.memory_q(x))
-        return self.memory_out(self.merge(attend(q, self.memory, self.padding)))
+        return self.memory_out(self.merge(attend(self.split(self.memory_q(x)), self.memory, self.padding)))
 
     def feed_forward(self, x):
         return self.fc2(self.layer.activation(self.fc1(x)))
 
     def split(self, x):
-        """(R K, n D) -> (n, R h, K, d)"""
-        _, rows, _, d = self.memory.shape
-        x = x.view(rows // self.heads, -1, x.shape[1] // (self.heads * d), self.heads, d)
-        return x.permute(2, 0, 3, 1, 4).reshape(x.shape[2], rows, -1, d)
+        """(K R, h n) -> (R h, K, n)"""
+        return x.reshape(-1, len(self.memory), x.shape[1] // self.heads).transpose(0, 1)
 
     def merge(self, y):
-        """(R h, K, d) -> (R K, D)"""
-        y = y.view(-1, self.heads, *y.shape[1:]).transpose(1, 2)
-        return y.reshape(-1, y.shape[2] * y.shape[3])
+        """(R h, K, d) -> (K R, D)"""
+        return y.transpose(0, 1).reshape(-1, self.heads * y.shape[2])
 
     def resize(self, kept, slots):
         """Make room for so many slots, of which the first are those numbered `kept` (R, n) until now."""
-        index = kept.repeat_interleave(self.heads, 0)[None, :, :, None].expand(2, -1, -1, self.target.shape[3])
         old, self.used = self.target, kept.shape[1]
-        self.target = old.new_empty(*old.shape[:2], slots, old.shape[3])
-        self.target[:, :, : self.used] = old.gather(2, index)
+        index = kept.repeat_interleave(self.heads, 0)[..., None].expand(-1, -1, old.shape[2])
+        self.target = old.new_empty(len(old), slots, old.shape[2])
+        self.target[:, : self.used] = old.gather(1, index)
 
     def leave(self, rows, stay):
         for name in ("target", "memory"):
-            x = getattr(self, name).unflatten(1, (-1, self.heads)).transpose(0, 1)
-            setattr(self, name, leave(x, rows, stay).transpose(0, 1).flatten(1, 2))
+            x = getattr(self, name).unflatten(0, (-1, self.heads))
+            setattr(self, name, leave(x, rows, stay).flatten(0, 1))
 
 
 class IncrementalDecoder:
@@ -212,12 +215,12 @@ class IncrementalDecoder:
     def step(self, tokens, parents):
         """States (R, K, D) that predict what follows the newest tokens (R, K), whose predecessors are `parents`."""
         decoder = self.decoder
-        x = decoder.embed_tokens(tokens.flatten()) * math.sqrt(decoder.config.d_model) + self.positions[self.n]
+        x = decoder.embed_tokens(tokens.t().flatten()) * math.sqrt(decoder.config.d_model) + self.positions[self.n]
         ancestry, padding = self.look(parents), self.padding.flatten(0, 1)
         for layer in self.layers:
             x = layer(x, ancestry, padding)
         self.n += 1
-        return decoder.layer_norm(x).view(*tokens.shape, -1)
+        return decoder.layer_norm(x).view(*tokens.t().shape, -1).transpose(0, 1).contiguous()
 
     def look(self, parents):
         """The mask of the slots, (R h, K, slots); a lone beam descends from all of them: (1, 1, 1)."""
@@ -256,7 +259,7 @@ def top(x, k):
     if x.numel() < 2**17:
         return x.topk(min(k, x.shape[-1]))
     V = x.shape[-1]
-    rows = max(n for n in range(1, 26) if V % n == 0)
+    rows = max(n for n in range(1, 11) if V % n == 0)
     x = x.unflatten(-1, (rows, -1))
     columns = x.amax(-2).topk(min(k, V // rows)).indices
     value, place = x.gather(-1, columns[..., None, :].expand(*x.shape[:-1], -1)).flatten(-2).topk(min(k, V))
