@@ -27,7 +27,8 @@ from transformers import AutoTokenizer, MarianConfig, MarianMTModel
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration  # noqa: E402
+from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, generation_vanilla  # noqa: E402
+from modeling_vanilla.batching import token_batches  # noqa: E402
 
 
 def main():
@@ -56,6 +57,7 @@ def parse_args():
     parser.add_argument("--sentences", default=192, type=int)
     parser.add_argument("--single", default=8, type=int, help="sentences translated one by one, for the latency")
     parser.add_argument("--batch_size", default=64, type=int)
+    parser.add_argument("--batch_tokens", default=2048, type=int, help="source tokens, with padding")
     parser.add_argument("--length", default=20, type=int, help="tokens of each translation, with random weights")
     parser.add_argument("--repeats", default=5, type=int)
     parser.add_argument("--threads", default=torch.get_num_threads(), type=int)
@@ -87,10 +89,15 @@ def trained(args):
 
 
 def workloads(sources, args):
-    """Batches of like length, and single sentences."""
+    """Batches of like length by sentences and by tokens, and single sentences."""
     ordered = sorted(sources, key=len, reverse=True)
-    batches = [ordered[i : i + args.batch_size] for i in range(0, len(ordered), args.batch_size)]
-    return {f"{args.batch_size} a batch": batches, "one by one": [[source] for source in sources[: args.single]]}
+    by_tokens = token_batches([len(source) for source in ordered], args.batch_tokens)
+    by_number = [ordered[i : i + args.batch_size] for i in range(0, len(ordered), args.batch_size)]
+    return {
+        f"{args.batch_size} a batch": by_number,
+        f"{args.batch_tokens:,} tokens a batch": [[ordered[i] for i in rows] for rows in by_tokens],
+        "one by one": [[source] for source in sources[: args.single]],
+    }
 
 
 def report(title, engines, batches, beams, args):
@@ -154,16 +161,49 @@ def padded(sources):
     return ids, (torch.arange(ids.shape[1]) < torch.tensor([[len(row)] for row in rows])).long()
 
 
-def ours(model):
+def ours(model, **options):
     def translate(sources, beams, length):
         ids, mask = padded(sources)
         limits = {"max_new_tokens": length or ids.shape[1] + 50, "min_new_tokens": length or 0}
-        found = model.search(ids, mask, num_beams=beams, suppress_tokens=(3,), **limits)
+        found = model.search(ids, mask, num_beams=beams, suppress_tokens=(3,), **limits, **options)
         return [
             [token for token in hypotheses[0].tokens if token != model.config.eos_token_id] for hypotheses in found
         ]
 
     return translate
+
+
+def products(model):
+    """The matrix products of our search and nothing else: what no decoder could be faster than with them."""
+    called, translate = [], ours(model)
+    recorded = {}  # workload -> (calls, translations)
+
+    def record(module, inputs, output):
+        called.append((module, inputs[0]))
+
+    for module in model.model.encoder.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(record)
+
+    class Recorded(generation_vanilla.PackedProduct):
+        def __call__(self, x):
+            called.append((super().__call__, x))
+            return super().__call__(x)
+
+    generation_vanilla.PackedProduct = Recorded
+
+    @torch.inference_mode()
+    def replay(sources, beams, length):
+        workload = str((sources, beams, length))
+        if workload not in recorded:
+            called.clear()
+            recorded[workload] = translate(sources, beams, length), called[:]
+        translations, calls = recorded[workload]
+        for call, x in calls:
+            call(x)
+        return translations
+
+    return replay
 
 
 def stock(model):
@@ -263,6 +303,8 @@ def ctranslate_engine(translator, tokens):
 
 ENGINES = {
     "ours": ours,
+    "ours, generate's rule": partial(ours, length_normalization="huggingface"),
+    "our products alone": products,
     "stock generate": stock,
     "MarianMT generate": marian,
     "CTranslate2 float32": partial(ctranslate, kind="float32"),

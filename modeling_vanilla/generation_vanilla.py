@@ -118,8 +118,8 @@ def projection(*linears, heads=1):
 
 
 def attend(q, keys_values, mask):
-    """softmax(q k^T / sqrt(d) + mask) v: (R h, K, d); q (R h, K, d), keys_values (R h, S, 2 d), mask (R h, K, S)."""
-    k, v = keys_values.chunk(2, dim=-1)
+    """softmax(q k^T / sqrt(d) + mask) v: (R h, K, d); q (R h, K, d), keys_values (2, R h, S, d), mask (R h, K, S)."""
+    k, v = keys_values
     return torch.bmm(torch.baddbmm(mask, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5).softmax(-1), v)
 
 
@@ -135,7 +135,7 @@ def leave(x, rows, stay):
 
 
 class IncrementalLayer:
-    """A decoder layer with the keys and values, (R h, S, 2 d), of the encoder's output and of the target's slots.
+    """A decoder layer with the keys and values, (2, R h, S, d), of the encoder's output and of the target's slots.
 
     Its rows are the first beams of all sentences, then the second ones, ...: so heads are split off without a copy.
     """
@@ -148,8 +148,8 @@ class IncrementalLayer:
         self.out = projection(attn.out_proj)
         self.memory_q, self.memory_out = projection(memory_attn.q_proj), projection(memory_attn.out_proj)
         self.fc1, self.fc2 = projection(layer.fc1), projection(layer.fc2)
-        self.memory = torch.cat(memory_attn.keys_values(memory), dim=-1).flatten(0, 1)
-        self.target = memory.new_empty(len(self.memory), slots, self.memory.shape[2])
+        self.memory = torch.stack(memory_attn.keys_values(memory)).flatten(1, 2)
+        self.target = memory.new_empty(*self.memory.shape[:2], slots, self.memory.shape[3])
 
     def __call__(self, x, ancestry, padding):
         """x (K R, D) -> (K R, D); the masks as in `attend`."""
@@ -164,19 +164,21 @@ class IncrementalLayer:
 
     def self_attention(self, x):
         qkv = self.split(self.qkv(x))
-        d, before, self.used = qkv.shape[2] // 3, self.used, self.used + qkv.shape[1]
-        self.target[:, before : self.used] = qkv[..., d:]
-        return self.out(self.merge(attend(qkv[..., :d], self.target[:, : self.used], self.ancestry)))
+        before, self.used = self.used, self.used + qkv.shape[2]
+        self.target[:, :, before : self.used] = qkv[1:]
+        return self.out(self.merge(attend(qkv[0], self.target[:, :, : self.used], self.ancestry)))
 
     def cross_attention(self, x):
-        return self.memory_out(self.merge(attend(self.split(self.memory_q(x)), self.memory, self.padding)))
+        (q,) = self.split(self.memory_q(x))
+        return self.memory_out(self.merge(attend(q, self.memory, self.padding)))
 
     def feed_forward(self, x):
         return self.fc2(self.layer.activation(self.fc1(x)))
 
     def split(self, x):
-        """(K R, h n) -> (R h, K, n)"""
-        return x.reshape(-1, len(self.memory), x.shape[1] // self.heads).transpose(0, 1)
+        """(K R, h n d) -> (n, R h, K, d)"""
+        _, rows, _, d = self.memory.shape
+        return x.reshape(-1, rows, x.shape[1] // (self.heads * d), d).permute(2, 1, 0, 3)
 
     def merge(self, y):
         """(R h, K, d) -> (K R, D)"""
@@ -184,15 +186,15 @@ class IncrementalLayer:
 
     def resize(self, kept, slots):
         """Make room for so many slots, of which the first are those numbered `kept` (R, n) until now."""
+        index = kept.repeat_interleave(self.heads, 0)[None, :, :, None].expand(2, -1, -1, self.target.shape[3])
         old, self.used = self.target, kept.shape[1]
-        index = kept.repeat_interleave(self.heads, 0)[..., None].expand(-1, -1, old.shape[2])
-        self.target = old.new_empty(len(old), slots, old.shape[2])
-        self.target[:, : self.used] = old.gather(1, index)
+        self.target = old.new_empty(*old.shape[:2], slots, old.shape[3])
+        self.target[:, :, : self.used] = old.gather(2, index)
 
     def leave(self, rows, stay):
         for name in ("target", "memory"):
-            x = getattr(self, name).unflatten(0, (-1, self.heads))
-            setattr(self, name, leave(x, rows, stay).flatten(0, 1))
+            x = getattr(self, name).unflatten(1, (-1, self.heads)).transpose(0, 1)
+            setattr(self, name, leave(x, rows, stay).transpose(0, 1).flatten(1, 2))
 
 
 class IncrementalDecoder:
@@ -283,7 +285,7 @@ class Beams:
         self.suppressed = torch.tensor(sorted(specials), device=limit.device)
         self.size = max(1, self.LOGITS // (config.vocab_size * options.beams))
         self.limit, self.prefix, self.uniform = limit, prefix, uniform
-        self.limit_penalty = options.penalty(limit)
+        self.limit_penalty, self.shortest = options.penalty(limit), int(limit.min())
         self.sentence = torch.arange(len(limit), device=limit.device)
         self.tokens = limit.new_full((len(limit), 1, 1), self.start)
         self.parents = limit.new_zeros(len(limit), 1)
@@ -297,12 +299,16 @@ class Beams:
         choose = self.continue_each if self.options.independent else self.best_continuations
         blocks = [slice(i, i + self.size) for i in range(0, len(states), self.size)]
         found = [choose(self.log_probabilities(head(states[rows]), rows), rows) for rows in blocks]
-        log_prob, parents, tokens = map(torch.cat, zip(*found, strict=True))
+        log_prob, parents, tokens = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
         is_eos = tokens == self.eos
-        tokens = torch.cat([take(self.tokens, parents), tokens[..., None]], 2)
-        self.end(log_prob, tokens, is_eos)
-        self.log_prob, best = log_prob.masked_fill(is_eos, -math.inf).topk(min(self.options.beams, log_prob.shape[1]))
-        self.parents, self.tokens = take(parents, best), take(tokens, best)
+        if self.tokens.shape[2] >= self.shortest or is_eos.any():
+            self.end(log_prob, parents, tokens, is_eos)
+            log_prob = log_prob.masked_fill(is_eos, -math.inf)
+            if not self.options.independent:
+                log_prob, best = log_prob.sort(descending=True)
+                parents, tokens = take(parents, best), take(tokens, best)
+        self.log_prob, self.parents, tokens = (x[:, : self.options.beams] for x in (log_prob, parents, tokens))
+        self.tokens = torch.cat([take(self.tokens, self.parents), tokens[..., None]], 2)
 
     def log_probabilities(self, logits, rows):
         """log P (r, K, V) of the next tokens of some sentences, -inf where a token must not be chosen."""
@@ -342,7 +348,7 @@ class Beams:
     def continue_each(self, log_p, rows):
         """One continuation of each beam: the most probable token, or one that is drawn."""
         parents = torch.arange(self.options.beams, device=log_p.device).clamp_max_(log_p.shape[1] - 1)
-        parents = parents.expand(len(log_p), -1)
+        parents = parents.repeat(len(log_p), 1)
         if self.options.do_sample:
             token = self.draw(log_p, rows)
             value = take(log_p, parents).gather(2, token[..., None])
@@ -366,16 +372,15 @@ class Beams:
         choice = torch.searchsorted(total, u, right=True).clamp_max_(total.shape[2] - 1)
         return (choice if order is None else order.expand(-1, K, -1).gather(2, choice))[..., 0]
 
-    def end(self, log_prob, tokens, is_eos):
+    def end(self, log_prob, parents, tokens, is_eos):
         """Put those of the candidates, best first, that end here among the ended ones.
 
         What the limit cuts ranks below all that is finished; stock generate() lets its score compete.
         """
-        P, n = self.options.beams, tokens.shape[2] - 1
+        P, n = self.options.beams, self.tokens.shape[2]
         place = torch.arange(log_prob.shape[1], device=log_prob.device)
         ends = (is_eos | (n >= self.limit)[:, None]) & (place < P) & (log_prob > -math.inf)
-        if not ends.any():
-            return
+        tokens = torch.cat([take(self.tokens, parents), tokens[..., None]], 2)
         rank = log_prob / self.options.penalty(n)
         if self.options.length_normalization == "paper":
             rank = torch.where(is_eos, rank, -1e6 - place)
