@@ -11,12 +11,14 @@ OpenMP runtimes in one slow each other down.
 
 import argparse
 import gzip
+import itertools
 import multiprocessing
 import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import ctranslate2
 import numpy as np
@@ -40,7 +42,7 @@ def main():
     )
     print(f"{args.threads} threads, {args.model or args.preset}, {len(sources)} sentences\n")
     if args.profile:
-        return profile(ours(model), workloads(sources, args), args)
+        return profile(model, workloads(sources, args), args)
     engines = {name: Engine(name, args) for name in ENGINES if name != "MarianMT generate" or is_marian(model.config)}
     print(f"| | {' | '.join(engines)} |\n|---|{'---|' * len(engines)}")
     for beams in (4, 1):
@@ -115,17 +117,34 @@ def report(title, engines, batches, beams, args):
     print(f"| {title} | {' | '.join(cells)} |", flush=True)
 
 
-def profile(ours, workloads, args):
-    """Print the shares of the operators in the time of each workload, without the operators that they call."""
-    for beams in (4, 1):
-        for name, batches in workloads.items():
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-                for batch in batches:
-                    ours(batch, beams, args.length)
-            rows = sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_time_total)
-            total = sum(row.self_cpu_time_total for row in rows)
-            shares = (f"{row.key} {row.self_cpu_time_total / total:.0%}" for row in rows[:10])
-            print(f"beam {beams}, {name}: {', '.join(shares)}")
+def profile(model, workloads, args):
+    """Print where our time goes: operators without those that they call, and steps of a sentence.
+
+    Generate's rule stops as most engines do; the difference is what the certainty of the paper's costs.
+    """
+    for beams, (name, batches) in itertools.product((4, 1), workloads.items()):
+        fewer, _, _ = observed(ours(model, length_normalization="huggingface"), batches, beams, args.length)
+        steps, tokens, rows = observed(ours(model), batches, beams, args.length)
+        total, largest = (sum(row.self_cpu_time_total for row in some) for some in (rows, rows[:10]))
+        shares = ", ".join(f"{row.key} {row.self_cpu_time_total / total:.0%}" for row in rows[:10])
+        print(f"beam {beams}, {name}: {steps:,} steps of a sentence, {fewer:,} by generate's rule")
+        print(f"    {shares}; these ten alone would make {1e6 * tokens / largest:,.0f} tokens/s")
+
+
+def observed(engine, batches, beams, length):
+    """Steps of all sentences together, output tokens, and operators by the time spent in themselves."""
+    steps, step = [], generation_vanilla.IncrementalDecoder.step
+
+    def counted(self, tokens, parents):
+        steps.append(len(tokens))
+        return step(self, tokens, parents)
+
+    with (
+        patch.object(generation_vanilla.IncrementalDecoder, "step", counted),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler,
+    ):
+        tokens = sum(len(tokens) for batch in batches for tokens in engine(batch, beams, length))
+    return sum(steps), tokens, sorted(profiler.key_averages(), key=lambda row: -row.self_cpu_time_total)
 
 
 # -- The engines: (sources, beams, length or None) -> token ids up to </s> --------------------------------------------
