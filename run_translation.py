@@ -197,7 +197,7 @@ def train(recipe, accelerator, model, tokenizer, splits):
     datasets.disable_progress_bars()  # the tokenising of evaluation data would interrupt ours
     accelerator.init_trackers(Path(recipe.output_dir).name, config=asdict(recipe))
     lines = [f"{model.num_parameters():,} parameters, {len(tokenizer):,} pieces", str(run.reader)]
-    if recipe.fsdp:
+    if run.sharded:
         lines.append(f"{sum(fsdp.part(p).numel() for p in run.trained.parameters()):,} parameters on this device")
     if dropped := {reason: count for reason, count in splits.dropped.items() if count}:
         lines.append(f"left out: {dropped}")

@@ -192,39 +192,6 @@ def ours(model, **options):
     return translate
 
 
-def products(model):
-    """The matrix products of our search and nothing else: what no decoder could be faster than with them."""
-    called, translate = [], ours(model)
-    recorded = {}  # workload -> (calls, translations)
-
-    def record(module, inputs, output):
-        called.append((module, inputs[0]))
-
-    for module in model.model.encoder.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(record)
-
-    class Recorded(generation_vanilla.PackedProduct):
-        def __call__(self, x):
-            called.append((super().__call__, x))
-            return super().__call__(x)
-
-    generation_vanilla.PackedProduct = Recorded
-
-    @torch.inference_mode()
-    def replay(sources, beams, length):
-        workload = str((sources, beams, length))
-        if workload not in recorded:
-            called.clear()
-            recorded[workload] = translate(sources, beams, length), called[:]
-        translations, calls = recorded[workload]
-        for call, x in calls:
-            call(x)
-        return translations
-
-    return replay
-
-
 def stock(model):
     config, suppress = (
         model.config,
@@ -323,7 +290,6 @@ def ctranslate_engine(translator, tokens):
 ENGINES = {
     "ours": ours,
     "ours, generate's rule": partial(ours, length_normalization="huggingface"),
-    "our products alone": products,
     "stock generate": stock,
     "MarianMT generate": marian,
     "CTranslate2 float32": partial(ctranslate, kind="float32"),

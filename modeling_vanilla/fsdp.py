@@ -19,7 +19,7 @@ KNOWS_CPUS = hasattr(torch.cpu.Stream, "record_event")  # which `fully_shard` ca
 
 
 def shard(model: PreTrainedModel, device_type: str, devices: int) -> PreTrainedModel:
-    """Return a copy of a model on the CPU, shared out to devices, which gather its layers one at a time to compute."""
+    """Return a copy of a model, shared out to devices, which gather its layers one at a time to compute."""
     mesh, sharded = init_device_mesh(device_type, (devices,)), copy.deepcopy(model)
     for module in (*sharded.get_encoder().layers, *sharded.get_decoder().layers, sharded):
         fully_shard(module, mesh=mesh)

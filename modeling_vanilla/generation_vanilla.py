@@ -102,19 +102,20 @@ class SearchOptions:
 
 
 def projection(*linears, heads=1):
-    """One product for projections of the same input, (N, D) -> (N, sum of their widths), side by side in each head.
+    """One product for projections of the same input, (..., D) -> (..., sum of widths), side by side in each head.
 
     Where weight and bias are not all there is (adapter, quantisation, hook), the modules themselves are called.
     """
 
-    def side_by_side(parts):  # of shape (width, ...)
-        return torch.cat([x.unflatten(0, (heads, -1)) for x in parts], dim=1).flatten(0, 1)
+    def side_by_side(parts):
+        return torch.cat([x.unflatten(-1, (heads, -1)) for x in parts], dim=-1).flatten(-2)
 
     if not all(type(m) in (nn.Linear, Linear) and "forward" not in vars(m) and not m._forward_hooks for m in linears):
-        return lambda x: side_by_side([m(x).t() for m in linears]).t()
+        return lambda x: side_by_side([m(x) for m in linears])
     if len(linears) == 1:
         return PackedProduct(linears[0].weight, linears[0].bias)
-    return PackedProduct(side_by_side([m.weight for m in linears]), side_by_side([m.bias for m in linears]))
+    weight = side_by_side([m.weight.t() for m in linears]).t().contiguous()
+    return PackedProduct(weight, side_by_side([m.bias for m in linears]))
 
 
 def attend(q, keys_values, mask):
@@ -135,10 +136,7 @@ def leave(x, rows, stay):
 
 
 class IncrementalLayer:
-    """A decoder layer with the keys and values, (2, R h, S, d), of the encoder's output and of the target's slots.
-
-    Its rows are the first beams of all sentences, then the second ones, ...: so heads are split off without a copy.
-    """
+    """A decoder layer with the keys and values, (2, R h, S, d), of the encoder's output and of the target's slots."""
 
     def __init__(self, layer, memory, slots):
         attn, memory_attn = layer.self_attn, layer.encoder_attn
@@ -152,7 +150,10 @@ class IncrementalLayer:
         self.target = memory.new_empty(*self.memory.shape[:2], slots, self.memory.shape[3])
 
     def __call__(self, x, ancestry, padding):
-        """x (K R, D) -> (K R, D); the masks as in `attend`."""
+        """x (K R, D) -> (K R, D); the masks as in `attend`.
+
+        First come the first beams of all sentences, then the second ones, ...: heads are split off without a copy.
+        """
         layer, self.ancestry, self.padding = self.layer, ancestry, padding
         x = self.residual(x, layer.self_attn_layer_norm, self.self_attention)
         x = self.residual(x, layer.encoder_attn_layer_norm, self.cross_attention)
@@ -305,7 +306,7 @@ class Beams:
             self.end(log_prob, parents, tokens, is_eos)
             log_prob = log_prob.masked_fill(is_eos, -math.inf)
             if not self.options.independent:
-                log_prob, best = log_prob.sort(descending=True)
+                log_prob, best = log_prob.sort(stable=True, descending=True)
                 parents, tokens = take(parents, best), take(tokens, best)
         self.log_prob, self.parents, tokens = (x[:, : self.options.beams] for x in (log_prob, parents, tokens))
         self.tokens = torch.cat([take(self.tokens, self.parents), tokens[..., None]], 2)
@@ -348,7 +349,7 @@ class Beams:
     def continue_each(self, log_p, rows):
         """One continuation of each beam: the most probable token, or one that is drawn."""
         parents = torch.arange(self.options.beams, device=log_p.device).clamp_max_(log_p.shape[1] - 1)
-        parents = parents.repeat(len(log_p), 1)
+        parents = parents.repeat(len(log_p), 1)  # a copy, as `leave` writes in place
         if self.options.do_sample:
             token = self.draw(log_p, rows)
             value = take(log_p, parents).gather(2, token[..., None])
@@ -373,7 +374,7 @@ class Beams:
         return (choice if order is None else order.expand(-1, K, -1).gather(2, choice))[..., 0]
 
     def end(self, log_prob, parents, tokens, is_eos):
-        """Put those of the candidates, best first, that end here among the ended ones.
+        """Put those of the candidates that end here among the ended ones.
 
         What the limit cuts ranks below all that is finished; stock generate() lets its score compete.
         """

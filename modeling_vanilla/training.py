@@ -67,7 +67,7 @@ def accelerator(recipe):
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
     # From `accelerate launch --use_fsdp`: Accelerate's own way to shard needs GPUs.
-    if os.environ.pop("ACCELERATE_USE_FSDP", "false") == "true":
+    if os.environ.pop("ACCELERATE_USE_FSDP", "false").lower() == "true":
         recipe.fsdp = True
     try:
         accelerator = Accelerator(
@@ -354,13 +354,13 @@ class Training:
     @contextlib.contextmanager
     def result_so_far(self):
         """The whole model on this device, with the moving average if there is one."""
-        self.gather()
+        self.collect()
         with contextlib.nullcontext() if self.ema is None else self.ema.applied_to(self.plain):
             yield self.plain.to(self.accelerator.device)
         if self.sharded:
             self.plain.cpu()
 
-    def gather(self):
+    def collect(self):
         """Let `plain` have the weights that are trained: of a sharded model it is a copy, mostly on the CPU."""
         if self.sharded:
             fsdp.overwrite(self.plain.parameters(), self.trained.parameters())
@@ -443,7 +443,7 @@ class Training:
             progress.seconds = time.perf_counter() - self.started
             if self.accelerator.scaler is not None:
                 progress.scaler = self.accelerator.scaler.state_dict()
-            self.gather()
+            self.collect()
             tensors = {"optimizer": optimizer_tensors(self.trained, self.optimizer)}
             if self.ema is not None:
                 tensors["ema"] = self.ema.state_dict()["average"]
@@ -511,7 +511,6 @@ class Training:
     def finish(self):
         """The final weights: averaged over checkpoints, those of the best evaluation, or the moving average."""
         recipe, best = self.recipe, self.progress.best_update
-        self.gather()
         if recipe.average_checkpoints > 1:
             folders = checkpoints.scheduled(self.output_dir, recipe.save_steps)[-recipe.average_checkpoints :]
             checkpoints.load_weights(self.plain, optimization.average(folders))
@@ -522,6 +521,8 @@ class Training:
             self.say(f"took the weights of checkpoint-{best}")
         elif self.ema is not None:
             checkpoints.load_weights(self.plain, self.ema.state_dict()["average"])
+        else:
+            self.collect()
         self.plain.to(self.accelerator.device)
 
     def epochs(self):

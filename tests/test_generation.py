@@ -334,7 +334,7 @@ def test_impossible_options_are_refused_by_name(options, message):
 
 @pytest.mark.parametrize("vocab_size", [7, 64, 1009, 10_000])
 def test_top_equals_topk(vocab_size):
-    x = torch.randn(3, 2, vocab_size, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2**17 // vocab_size + 1, 2, vocab_size, generator=torch.Generator().manual_seed(0))
     value, index = top(x, 5)
     assert torch.equal(value, x.topk(5).values) and torch.equal(index, x.topk(5).indices)
 
@@ -359,6 +359,13 @@ def test_projections_that_are_not_plain_are_called(model, sources):
     assert tokens(model.search(*sources, num_beams=1)) != before
     limits = {"max_new_tokens": 30}
     assert tokens(model.search(*sources, num_beams=1, **limits)) == stock(model, *sources, **limits)
+
+
+def test_a_hook_on_the_output_projection_is_heeded(model, sources):
+    model, seen = copy.deepcopy(model), []
+    before = tokens(model.search(*sources))
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[-1]))
+    assert tokens(model.search(*sources)) == before and set(seen) == {40}
 
 
 def test_search_without_dropout_in_training_mode(model, sources):
