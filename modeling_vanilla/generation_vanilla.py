@@ -107,15 +107,14 @@ def projection(*linears, heads=1):
     Where weight and bias are not all there is (adapter, quantisation, hook), the modules themselves are called.
     """
 
-    def side_by_side(parts):
-        return torch.cat([x.unflatten(-1, (heads, -1)) for x in parts], dim=-1).flatten(-2)
+    def side_by_side(parts, dim=-1):
+        return torch.cat([x.unflatten(dim, (heads, -1)) for x in parts], dim).flatten(dim - 1, dim)
 
     if not all(type(m) in (nn.Linear, Linear) and "forward" not in vars(m) and not m._forward_hooks for m in linears):
         return lambda x: side_by_side([m(x) for m in linears])
     if len(linears) == 1:
         return PackedProduct(linears[0].weight, linears[0].bias)
-    weight = side_by_side([m.weight.t() for m in linears]).t().contiguous()
-    return PackedProduct(weight, side_by_side([m.bias for m in linears]))
+    return PackedProduct(side_by_side([m.weight for m in linears], -2), side_by_side([m.bias for m in linears]))
 
 
 def attend(q, keys_values, mask):
