@@ -299,7 +299,7 @@ class Beams:
         choose = self.continue_each if self.options.independent else self.best_continuations
         blocks = [slice(i, i + self.size) for i in range(0, len(states), self.size)]
         found = [choose(self.log_probabilities(head(states[rows]), rows), rows) for rows in blocks]
-        log_prob, parents, tokens = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+        log_prob, parents, tokens = map(torch.cat, zip(*found, strict=True))
         is_eos = tokens == self.eos
         if self.tokens.shape[2] >= self.shortest or is_eos.any():
             self.end(log_prob, parents, tokens, is_eos)
@@ -348,7 +348,7 @@ class Beams:
     def continue_each(self, log_p, rows):
         """One continuation of each beam: the most probable token, or one that is drawn."""
         parents = torch.arange(self.options.beams, device=log_p.device).clamp_max_(log_p.shape[1] - 1)
-        parents = parents.repeat(len(log_p), 1)  # a copy, as `leave` writes in place
+        parents = parents.expand(len(log_p), -1)
         if self.options.do_sample:
             token = self.draw(log_p, rows)
             value = take(log_p, parents).gather(2, token[..., None])

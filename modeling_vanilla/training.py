@@ -664,11 +664,11 @@ def optimizer_tensors(model, optimizer):
 def load_optimizer_tensors(model, optimizer, tensors):
     """Undo `optimizer_tensors`."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    state = {}
+    numbers, state = {name: i for i, name in enumerate(parameters)}, {}
     for key, tensor in tensors.items():
         name, _, moment = key.rpartition("|")
         shared_out = fsdp.like(tensor, parameters[name]) if tensor.dim() else tensor  # `step` is a single number
-        state.setdefault(list(parameters).index(name), {})[moment] = shared_out
+        state.setdefault(numbers[name], {})[moment] = shared_out
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
