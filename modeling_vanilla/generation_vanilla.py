@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, repeat
 
 import torch
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .kernels_vanilla import Linear, PackedProduct
+from .kernels_vanilla import Linear, PackedProduct, onednn_multiplies
 
 
 @dataclass
@@ -101,20 +102,32 @@ class SearchOptions:
 # -- The decoder, one token a step ------------------------------------------------------------------------------------
 
 
-def projection(*linears, heads=1):
-    """One product for projections of the same input, (..., D) -> (..., sum of widths), side by side in each head.
+def plain(module, *types):
+    """Whether its weights are all there is to a module: no adapter, quantisation or hook."""
+    return type(module) in types and not (
+        "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    )
 
-    Where weight and bias are not all there is (adapter, quantisation, hook), the modules themselves are called.
-    """
+
+def projection(*linears, heads=1):
+    """One product for projections of the same input, (..., D) -> (..., sum of widths), side by side in each head."""
 
     def side_by_side(parts, dim=-1):
         return torch.cat([x.unflatten(dim, (heads, -1)) for x in parts], dim).flatten(dim - 1, dim)
 
-    if not all(type(m) in (nn.Linear, Linear) and "forward" not in vars(m) and not m._forward_hooks for m in linears):
+    if not all(plain(m, nn.Linear, Linear) for m in linears):
         return lambda x: side_by_side([m(x) for m in linears])
     if len(linears) == 1:
         return PackedProduct(linears[0].weight, linears[0].bias)
     return PackedProduct(side_by_side([m.weight for m in linears], -2), side_by_side([m.bias for m in linears]))
+
+
+def normalization(norm):
+    """LayerNorm without nn.Module's work around it, which takes nearly as long: a step has three in each layer."""
+    if not plain(norm, nn.LayerNorm):
+        return norm
+    names = "normalized_shape", "weight", "bias", "eps"
+    return partial(torch.layer_norm, **{name: getattr(norm, name) for name in names})
 
 
 def attend(q, keys_values, mask):
@@ -134,29 +147,62 @@ def leave(x, rows, stay):
     return x[:stay]
 
 
+class AbsorbedAttention:
+    """Attention of x (K, D) to one sentence, whose keys have taken in W^Q, and whose values W^O.
+
+    As (x W_i^Q) K_i^T = x (W_i^Q K_i^T) and (P_i V_i) W_i^O = P_i (V_i W_i^O), two matrices of h S rows take the place
+    of two of D: less to read and fewer calls. The rows of P_i sum to 1, so the values take in the output's bias too.
+    """
+
+    ROWS = 256  # beyond that oneDNN multiplies D rows faster
+
+    def __init__(self, attn, k, v):
+        """k, v (h, S, d)"""
+        self.shape, d = k.shape[:2], k.shape[2]
+        q, out, scale = attn.q_proj, attn.out_proj, d**-0.5
+        self.k = torch.bmm(k, q.weight.unflatten(0, (-1, d))).flatten(0, 1).mul_(scale)  # (h S, D)
+        self.k_bias = torch.bmm(k, q.bias.view(-1, d, 1)).flatten().mul_(scale)
+        self.v = torch.baddbmm(out.bias / len(v), v, out.weight.t().unflatten(0, (-1, d))).flatten(0, 1)
+
+    def __call__(self, x):
+        weights = F.linear(x, self.k, self.k_bias).unflatten(1, self.shape).softmax(-1).flatten(1)
+        return torch.mm(weights, self.v)
+
+    @classmethod
+    def fits(cls, attn, memory):
+        """Whether memory (R, S, D) is one sentence, of which `search` leaves no padding, and short enough."""
+        R, S, _ = memory.shape
+        weights_only = plain(attn.q_proj, nn.Linear, Linear) and plain(attn.out_proj, nn.Linear, Linear)
+        return R == 1 and attn.heads * S <= cls.ROWS and weights_only and onednn_multiplies(memory)
+
+
 class IncrementalLayer:
     """A decoder layer with the keys and values, (2, R h, S, d), of the encoder's output and of the target's slots."""
 
     def __init__(self, layer, memory, slots):
         attn, memory_attn = layer.self_attn, layer.encoder_attn
-        self.layer, self.heads, self.used = layer, attn.heads, 0
+        self.heads, self.used = attn.heads, 0
         self.pre = layer.config.norm_position == "pre"
+        norms = layer.self_attn_layer_norm, layer.encoder_attn_layer_norm, layer.final_layer_norm
+        self.norms = [normalization(norm) for norm in norms]
         self.qkv = projection(attn.q_proj, attn.k_proj, attn.v_proj, heads=attn.heads)
         self.out = projection(attn.out_proj)
         self.memory_q, self.memory_out = projection(memory_attn.q_proj), projection(memory_attn.out_proj)
-        self.fc1, self.fc2 = projection(layer.fc1), projection(layer.fc2)
+        self.fc1, self.fc2, self.activation = projection(layer.fc1), projection(layer.fc2), layer.activation
         self.memory = torch.stack(memory_attn.keys_values(memory)).flatten(1, 2)
         self.target = memory.new_empty(*self.memory.shape[:2], slots, self.memory.shape[3])
+        fits = AbsorbedAttention.fits(memory_attn, memory)
+        self.absorbed = AbsorbedAttention(memory_attn, *self.memory) if fits else None
 
     def __call__(self, x, ancestry, padding):
         """x (K R, D) -> (K R, D); the masks as in `attend`.
 
         First come the first beams of all sentences, then the second ones, ...: heads are split off without a copy.
         """
-        layer, self.ancestry, self.padding = self.layer, ancestry, padding
-        x = self.residual(x, layer.self_attn_layer_norm, self.self_attention)
-        x = self.residual(x, layer.encoder_attn_layer_norm, self.cross_attention)
-        return self.residual(x, layer.final_layer_norm, self.feed_forward)
+        self.ancestry, self.padding = ancestry, padding
+        x = self.residual(x, self.norms[0], self.self_attention)
+        x = self.residual(x, self.norms[1], self.absorbed or self.cross_attention)
+        return self.residual(x, self.norms[2], self.feed_forward)
 
     def residual(self, x, norm, sublayer):
         """VanillaLayer.residual less its dropout: reading that setting a dozen times a token takes time."""
@@ -173,7 +219,7 @@ class IncrementalLayer:
         return self.memory_out(self.merge(attend(q, self.memory, self.padding)))
 
     def feed_forward(self, x):
-        return self.fc2(self.layer.activation(self.fc1(x)))
+        return self.fc2(self.activation(self.fc1(x)))
 
     def split(self, x):
         """(K R, h n d) -> (n, R h, K, d)"""
@@ -202,6 +248,7 @@ class IncrementalDecoder:
 
     def __init__(self, decoder, memory, attention_mask, options, longest):
         self.decoder, self.n, self.beams = decoder, 0, options.beams
+        self.scale, self.heads = math.sqrt(decoder.config.d_model), decoder.config.decoder_attention_heads
         self.slots = longest if options.beams == 1 else max(64, 32 * options.beams)
         lowest = torch.finfo(memory.dtype).min
         self.layers = [IncrementalLayer(layer, memory, self.slots) for layer in decoder.layers]
@@ -212,12 +259,12 @@ class IncrementalDecoder:
         self.padding = self.for_heads(padding[:, None]).contiguous()
 
     def for_heads(self, mask):
-        return mask[:, None].expand(-1, self.decoder.config.decoder_attention_heads, -1, -1)
+        return mask[:, None].expand(-1, self.heads, -1, -1)
 
     def step(self, tokens, parents):
         """States (R, K, D) that predict what follows the newest tokens (R, K), whose predecessors are `parents`."""
         decoder = self.decoder
-        x = decoder.embed_tokens(tokens.t().flatten()) * math.sqrt(decoder.config.d_model) + self.positions[self.n]
+        x = decoder.embed_tokens(tokens.t().flatten()) * self.scale + self.positions[self.n]
         ancestry, padding = self.look(parents), self.padding.flatten(0, 1)
         for layer in self.layers:
             x = layer(x, ancestry, padding)
@@ -302,8 +349,7 @@ class Beams:
         log_prob, parents, tokens = map(torch.cat, zip(*found, strict=True))
         is_eos = tokens == self.eos
         if self.tokens.shape[2] >= self.shortest or is_eos.any():
-            self.end(log_prob, parents, tokens, is_eos)
-            log_prob = log_prob.masked_fill(is_eos, -math.inf)
+            log_prob = self.end(log_prob, parents, tokens, is_eos)
             if not self.options.independent:
                 log_prob, best = log_prob.sort(stable=True, descending=True)
                 parents, tokens = take(parents, best), take(tokens, best)
@@ -379,7 +425,8 @@ class Beams:
         """
         P, n = self.options.beams, self.tokens.shape[2]
         place = torch.arange(log_prob.shape[1], device=log_prob.device)
-        ends = (is_eos | (n >= self.limit)[:, None]) & (place < P) & (log_prob > -math.inf)
+        over = is_eos | (n >= self.limit)[:, None]
+        ends = over & (place < P) & (log_prob > -math.inf)
         tokens = torch.cat([take(self.tokens, parents), tokens[..., None]], 2)
         rank = log_prob / self.options.penalty(n)
         if self.options.length_normalization == "paper":
@@ -389,6 +436,7 @@ class Beams:
         self.ended_log_prob = take(torch.cat([self.ended_log_prob, log_prob], 1), best)
         before = F.pad(self.ended_tokens, (0, tokens.shape[2] - self.ended_tokens.shape[2]), value=-1)
         self.ended_tokens = take(torch.cat([before, tokens], 1), best)
+        return log_prob.masked_fill(over, -math.inf)
 
     def done(self):
         """Which sentences are decided (R,).
@@ -398,14 +446,13 @@ class Beams:
         no longer search could change the result. Stock generate() assumes instead that nothing gains by growing, but
         waits for `num_beams` hypotheses.
         """
-        n, best = self.tokens.shape[2] - 1, self.log_prob.amax(1)
-        over = (n >= self.limit) | (best == -math.inf)
         if self.options.independent:
-            return over
+            return self.log_prob.amax(1) == -math.inf
+        n, best = self.tokens.shape[2] - 1, self.log_prob[:, 0]
         if self.options.length_normalization == "huggingface":
-            return over | (best / self.options.penalty(n) <= self.ended_rank[:, -1])
-        largest_penalty = self.limit_penalty.clamp_min(self.options.penalty(n + 1))
-        return over | (best / largest_penalty <= self.ended_rank[:, self.options.n_best - 1])
+            return best / self.options.penalty(n) <= self.ended_rank[:, -1]
+        largest_penalty = self.limit_penalty if self.options.length_penalty > 0 else self.options.penalty(n + 1)
+        return best / largest_penalty <= self.ended_rank[:, self.options.n_best - 1]
 
     def results(self, rows):
         """The best ended hypotheses of each of the rows."""

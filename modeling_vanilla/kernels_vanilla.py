@@ -12,6 +12,13 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 
+# -- Memory -----------------------------------------------------------------------------------------------------------
+
+# glibc gives large blocks, and free memory beyond a limit, back to the system, and fresh pages take time: a tenth of a
+# search with a small model. Both limits grow with the largest block given back, up to 32 MB (mallopt(3)); here is one.
+torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
+
+
 # -- Linear maps ------------------------------------------------------------------------------------------------------
 
 ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -52,7 +59,7 @@ class PackedProduct:
         if x.numel() < self.least:
             return product(x, self.weight, self.bias)
         if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, len(x))
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, x.numel() // x.shape[-1])
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
 from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, corpus, tokenization
-from modeling_vanilla.generation_vanilla import Beams, Hypothesis, SearchOptions, top
+from modeling_vanilla.generation_vanilla import AbsorbedAttention, Beams, Hypothesis, SearchOptions, top
 
 
 PAD, START, EOS, UNK = 0, 1, 2, 3
@@ -346,8 +346,9 @@ class Adapted(nn.Linear):
         return super().forward(x) + 0.5 * x.flip(-1)
 
 
-def test_projections_that_are_not_plain_are_called(model, sources):
-    model = copy.deepcopy(model)
+@pytest.mark.parametrize("rows", [slice(1, 2), slice(None)])
+def test_projections_that_are_not_plain_are_called(rows, model, sources):
+    model, sources = copy.deepcopy(model), [part[rows] for part in sources]
     before = tokens(model.search(*sources, num_beams=1))
     for layer in model.model.decoder.layers:
         for attention, name in itertools.product(
@@ -361,11 +362,38 @@ def test_projections_that_are_not_plain_are_called(model, sources):
     assert tokens(model.search(*sources, num_beams=1, **limits)) == stock(model, *sources, **limits)
 
 
-def test_a_hook_on_the_output_projection_is_heeded(model, sources):
-    model, seen = copy.deepcopy(model), []
-    before = tokens(model.search(*sources))
-    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[-1]))
-    assert tokens(model.search(*sources)) == before and set(seen) == {40}
+@pytest.mark.parametrize("rows", [slice(1, 2), slice(None)])
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head", *(f"model.decoder.layers.1.{name}" for name in ("encoder_attn.out_proj", "fc1", "final_layer_norm"))],
+)
+def test_hooks_are_heeded(name, kind, rows, model, sources):
+    model, sources, seen = copy.deepcopy(model), [part[rows] for part in sources], []
+
+    def hook(module, inputs, *output):
+        seen.append(module)
+        return (-0.5 * inputs[0],) if kind == "forward_pre_hook" else -0.5 * output[0]
+
+    getattr(model.get_submodule(name), f"register_{kind}")(hook)
+    found = tokens(model.search(*sources, num_beams=1, max_new_tokens=10))
+    assert seen and found == stock(model, *sources, max_new_tokens=10)
+
+
+@pytest.mark.parametrize("size", [1, 12])
+def test_attention_with_absorbed_projections_equals_the_module(size):
+    torch.manual_seed(0)
+    attn = (
+        VanillaForConditionalGeneration(VanillaConfig.preset("tiny", vocab_size=8))
+        .model.decoder.layers[0]
+        .encoder_attn
+    )
+    nn.init.normal_(attn.q_proj.bias), nn.init.normal_(attn.out_proj.bias)
+    x, memory = torch.randn(4, attn.config.d_model), torch.randn(1, size, attn.config.d_model)
+    with torch.inference_mode():
+        assert AbsorbedAttention.fits(attn, memory) and not AbsorbedAttention.fits(attn, memory.expand(2, -1, -1))
+        absorbed = AbsorbedAttention(attn, *(part[0] for part in attn.keys_values(memory)))
+        torch.testing.assert_close(absorbed(x), attn(x[None], memory)[0], atol=1e-5, rtol=1e-5)
 
 
 def test_search_without_dropout_in_training_mode(model, sources):

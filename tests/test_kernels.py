@@ -1,6 +1,9 @@
 """What kernels_vanilla computes is what torch computes."""
 
 import math
+import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,11 +11,37 @@ import torch.nn.functional as F
 from torch import nn
 
 from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, kernels_vanilla
-from modeling_vanilla.kernels_vanilla import ONEDNN, Linear, SmoothedCrossEntropy, dropout, product
+from modeling_vanilla.kernels_vanilla import (
+    ONEDNN,
+    Linear,
+    PackedProduct,
+    SmoothedCrossEntropy,
+    dropout,
+    product,
+)
 
 
 def assert_same(a, b, tolerance=1e-5):
     torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+# -- Memory -----------------------------------------------------------------------------------------------------------
+
+FAULTS = """
+import resource, torch
+import modeling_vanilla.kernels_vanilla
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2**21) for _ in range(4)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_freed_memory_is_kept_for_the_next_step():
+    faults = int(subprocess.run([sys.executable, "-c", FAULTS], check=True, capture_output=True, text=True).stdout)
+    assert faults < 4096  # of 8192 pages
 
 
 # -- Linear maps ------------------------------------------------------------------------------------------------------
@@ -49,6 +78,18 @@ def test_a_product_is_torchs(onednn):
     assert_same(product(x, weight, bias), F.linear(x, weight, bias), 1e-4)
     x, weight = torch.randn(40, 96).t(), torch.randn(40, 30).t()
     assert_same(product(x, weight), F.linear(x, weight), 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 96), (4, 96), (1, 4, 96), (2, 3, 96)])
+def test_a_packed_product_is_torchs_and_packed_for_all_rows(onednn, shape, monkeypatch):
+    pack, rows = torch.ops.mkldnn._reorder_linear_weight, []
+    spy = lambda weight, n: rows.append(n) or pack(weight, n)  # noqa: E731
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", spy)
+    x, weight, bias = torch.randn(shape), torch.randn(512, 96), torch.randn(512)
+    packed = PackedProduct(weight, bias)
+    for _ in range(2):
+        assert_same(packed(x), F.linear(x, weight, bias), 1e-4)
+    assert rows == ([] if x.numel() == 96 else [x.numel() // 96])
 
 
 def test_other_types_autocast_and_small_products_are_left_to_torch():
