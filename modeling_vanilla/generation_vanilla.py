@@ -103,23 +103,24 @@ class SearchOptions:
 
 
 def plain(module, *types):
-    """Whether its weights are all there is to a module: no adapter, quantisation or hook."""
-    return type(module) in types and not (
-        "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-    )
+    """Whether its weights, and ordinary ones, are all there is to a module: no adapter, quantisation or hook."""
+    changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+    return type(module) in types and not changed and all(type(p) is nn.Parameter for p in module.parameters(False))
 
 
 def projection(*linears, heads=1):
     """One product for projections of the same input, (..., D) -> (..., sum of widths), side by side in each head."""
 
     def side_by_side(parts, dim=-1):
+        if len(parts) == 1:
+            return parts[0]
         return torch.cat([x.unflatten(dim, (heads, -1)) for x in parts], dim).flatten(dim - 1, dim)
 
     if not all(plain(m, nn.Linear, Linear) for m in linears):
         return lambda x: side_by_side([m(x) for m in linears])
-    if len(linears) == 1:
-        return PackedProduct(linears[0].weight, linears[0].bias)
-    return PackedProduct(side_by_side([m.weight for m in linears], -2), side_by_side([m.bias for m in linears]))
+    join = partial(side_by_side, dim=-2)
+    bias = None if linears[0].bias is None else side_by_side([m.bias for m in linears])
+    return PackedProduct([m.weight for m in linears], bias, join)
 
 
 def normalization(norm):
@@ -151,10 +152,10 @@ class AbsorbedAttention:
     """Attention of x (K, D) to one sentence, whose keys have taken in W^Q, and whose values W^O.
 
     As (x W_i^Q) K_i^T = x (W_i^Q K_i^T) and (P_i V_i) W_i^O = P_i (V_i W_i^O), two matrices of h S rows take the place
-    of two of D: less to read and fewer calls. The rows of P_i sum to 1, so the values take in the output's bias too.
+    of two of D, in fewer calls. The rows of P_i sum to 1, so the values take in the output's bias too.
     """
 
-    ROWS = 256  # beyond that oneDNN multiplies D rows faster
+    ROWS = 256  # beyond about that two more products are faster, with D = 512 and a few beams
 
     def __init__(self, attn, k, v):
         """k, v (h, S, d)"""
@@ -170,10 +171,13 @@ class AbsorbedAttention:
 
     @classmethod
     def fits(cls, attn, memory):
-        """Whether memory (R, S, D) is one sentence, of which `search` leaves no padding, and short enough."""
+        """Whether memory (R, S, D) is one short sentence (`search` leaves no padding in it) with plain projections.
+
+        Measured in float32 on CPUs; in half precision the other order of rounding would show.
+        """
         R, S, _ = memory.shape
         weights_only = plain(attn.q_proj, nn.Linear, Linear) and plain(attn.out_proj, nn.Linear, Linear)
-        return R == 1 and attn.heads * S <= cls.ROWS and weights_only and onednn_multiplies(memory)
+        return R == 1 and 0 < attn.heads * S <= cls.ROWS and weights_only and onednn_multiplies(memory)
 
 
 class IncrementalLayer:
@@ -319,7 +323,7 @@ def top(x, k):
 class Beams:
     """The hypotheses of R sentences.
 
-    Open: tokens (R, K, 1 + n) from <s> on, log_prob (R, K), parents (R, K).
+    Open: tokens (R, K, 1 + n) from <s> on, log_prob (R, K), parents (R, K); best first, but for samples.
     Ended, best first: rank (R, P), -inf where there is none; log_prob (R, P), tokens (R, P, 1 + n), -1 after the end.
     """
 
@@ -332,7 +336,7 @@ class Beams:
         self.suppressed = torch.tensor(sorted(specials), device=limit.device)
         self.size = max(1, self.LOGITS // (config.vocab_size * options.beams))
         self.limit, self.prefix, self.uniform = limit, prefix, uniform
-        self.limit_penalty, self.shortest = options.penalty(limit), int(limit.min())
+        self.limit_penalty, self.shortest = options.penalty(limit.float()), int(limit.min())
         self.sentence = torch.arange(len(limit), device=limit.device)
         self.tokens = limit.new_full((len(limit), 1, 1), self.start)
         self.parents = limit.new_zeros(len(limit), 1)
@@ -419,7 +423,7 @@ class Beams:
         return (choice if order is None else order.expand(-1, K, -1).gather(2, choice))[..., 0]
 
     def end(self, log_prob, parents, tokens, is_eos):
-        """Put those of the candidates that end here among the ended ones.
+        """Put those of the candidates that end here among the ended ones; log_prob is returned with -inf for these.
 
         What the limit cuts ranks below all that is finished; stock generate() lets its score compete.
         """
@@ -549,6 +553,7 @@ def inference(model):
     finally:
         if training:
             model.train()
+            PackedProduct.kept.clear()  # the weights are about to change
 
 
 class TranslationMixin:

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 # -- Memory -----------------------------------------------------------------------------------------------------------
 
-# glibc gives large blocks, and free memory beyond a limit, back to the system, and fresh pages take time: a tenth of a
-# search with a small model. Both limits grow with the largest block given back, up to 32 MB (mallopt(3)); here is one.
+# glibc maps blocks beyond a limit afresh each time, and gives free memory beyond twice that limit back to the system.
+# Fresh pages take time: a tenth of a search with a small model. The limit rises to the largest block given back, if
+# that is, with its header, no more than 32 MB (mallopt(3), M_MMAP_THRESHOLD). Here is one, of which no page is touched.
 torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
 
 
@@ -48,19 +50,41 @@ def product(x, weight, bias=None):
 
 
 class PackedProduct:
-    """`product` with one weight for many x (N, D): oneDNN keeps it in the layout that it multiplies fastest."""
+    """`product` with weights (W_i, D) side by side for many x (..., D), in the layout that oneDNN multiplies fastest.
 
-    def __init__(self, weight, bias=None):
-        self.weight, self.bias, self.packed = weight, bias, None
+    The layout is kept for the next call with the same weights. As nothing tells when they were changed, say through
+    `.data`, their products with a fixed vector are compared: a fraction of the work, and what they miss is rounding.
+    """
+
+    kept = WeakTensorKeyDictionary()  # first weight -> (products with the fixed vector, all weights in that layout)
+
+    def __init__(self, weights, bias, join):
+        self.weights, self.bias, self.join, self.joined, self.packed = weights, bias, join, None, None
+        width, D = sum(map(len, weights)), weights[0].shape[1]
         # A single row gains nothing.
-        self.least = max(WORTHWHILE // weight.shape[0], 1 + weight.shape[1]) if onednn_multiplies(weight) else math.inf
+        self.least = max(WORTHWHILE // width, 1 + D) if onednn_multiplies(weights[0]) else math.inf
 
     def __call__(self, x):
         if x.numel() < self.least:
-            return product(x, self.weight, self.bias)
+            return product(x, self.weight(), self.bias)
         if self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, x.numel() // x.shape[-1])
+            self.packed = self.pack()
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    def weight(self):
+        if self.joined is None:
+            self.joined = self.join(self.weights)
+        return self.joined
+
+    def pack(self):
+        """The weights in oneDNN's layout: what was kept, if it is still right."""
+        vector = torch.arange(1.0, 1 + self.weights[0].shape[1])[None].sin()
+        products = [product(vector, weight) for weight in self.weights]
+        before, packed = self.kept.get(self.weights[0], ([], None))
+        if len(before) != len(products) or not all(map(torch.equal, before, products)):
+            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight(), 2)  # for 2 rows as for any number but one
+            self.kept[self.weights[0]] = products, packed
+        return packed
 
 
 class Product(torch.autograd.Function):

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, corpus, tokenization
 from modeling_vanilla.generation_vanilla import AbsorbedAttention, Beams, Hypothesis, SearchOptions, top
+from modeling_vanilla.kernels_vanilla import ONEDNN
 
 
 PAD, START, EOS, UNK = 0, 1, 2, 3
@@ -366,7 +367,13 @@ def test_projections_that_are_not_plain_are_called(rows, model, sources):
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
 @pytest.mark.parametrize(
     "name",
-    ["lm_head", *(f"model.decoder.layers.1.{name}" for name in ("encoder_attn.out_proj", "fc1", "final_layer_norm"))],
+    [
+        "lm_head",
+        *(
+            f"model.decoder.layers.1.{name}"
+            for name in ("encoder_attn.q_proj", "encoder_attn.out_proj", "fc1", "final_layer_norm")
+        ),
+    ],
 )
 def test_hooks_are_heeded(name, kind, rows, model, sources):
     model, sources, seen = copy.deepcopy(model), [part[rows] for part in sources], []
@@ -380,6 +387,7 @@ def test_hooks_are_heeded(name, kind, rows, model, sources):
     assert seen and found == stock(model, *sources, max_new_tokens=10)
 
 
+@pytest.mark.skipif(not ONEDNN, reason="this PyTorch has no oneDNN")
 @pytest.mark.parametrize("size", [1, 12])
 def test_attention_with_absorbed_projections_equals_the_module(size):
     torch.manual_seed(0)
@@ -400,6 +408,12 @@ def test_search_without_dropout_in_training_mode(model, sources):
     training = copy.deepcopy(model).train()
     assert tokens(training.search(*sources)) == tokens(model.search(*sources))
     assert training.training and training.model.decoder.layers[0].training
+
+
+def test_a_penalty_may_be_a_negative_integer(model, sources):
+    options = {"length_normalization": "huggingface", "num_beams": 4}
+    found = [tokens(model.search(*sources, length_penalty=penalty, **options)) for penalty in (-1, -1.0)]
+    assert found[0] == found[1]
 
 
 def test_bfloat16(model, sources):
