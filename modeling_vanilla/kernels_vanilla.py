@@ -16,8 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # -- Memory -----------------------------------------------------------------------------------------------------------
 
 # glibc maps blocks beyond a limit afresh each time, and gives free memory beyond twice that limit back to the system.
-# Fresh pages take time: a tenth of a search with a small model. The limit rises to the largest block given back, if
-# that is, with its header, at most 32 MB (mallopt(3), M_MMAP_THRESHOLD). Here is one, of which no page is touched.
+# Fresh pages take time. The limit rises to the largest block given back, if that is, with its header, at most 32 MB
+# (mallopt(3), M_MMAP_THRESHOLD). Here is one, of which no page is touched.
 torch.empty(2**25 - 2**16, dtype=torch.uint8, device="cpu")
 
 
