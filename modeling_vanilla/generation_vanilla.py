@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from .kernels_vanilla import Linear, PackedProduct, onednn_multiplies
+from .kernels_vanilla import Linear, PackedProduct, onednn_multiplies, side_by_side
 
 
 @dataclass
@@ -110,17 +110,10 @@ def plain(module, *types):
 
 def projection(*linears, heads=1):
     """One product for projections of the same input, (..., D) -> (..., sum of widths), side by side in each head."""
-
-    def side_by_side(parts, dim=-1):
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([x.unflatten(dim, (heads, -1)) for x in parts], dim).flatten(dim - 1, dim)
-
-    if not all(plain(m, nn.Linear, Linear) for m in linears):
-        return lambda x: side_by_side([m(x) for m in linears])
-    join = partial(side_by_side, dim=-2)
-    bias = None if linears[0].bias is None else side_by_side([m.bias for m in linears])
-    return PackedProduct([m.weight for m in linears], bias, join)
+    biases = [m.bias for m in linears if m.bias is not None]
+    if not all(plain(m, nn.Linear, Linear) for m in linears) or len(biases) not in (0, len(linears)):
+        return lambda x: side_by_side([m(x) for m in linears], heads)
+    return PackedProduct([m.weight for m in linears], side_by_side(biases, heads) if biases else None, heads)
 
 
 def normalization(norm):

@@ -49,17 +49,25 @@ def product(x, weight, bias=None):
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # as torch.compile calls it
 
 
+def side_by_side(parts, heads, dim=-1):
+    """Join tensors along a dimension that is divided among heads: all parts of the first head, then the second, ..."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([x.unflatten(dim, (heads, -1)) for x in parts], dim).flatten(dim - 1, dim)
+
+
 class PackedProduct:
     """`product` with weights (W_i, D) side by side for many x (..., D), in the layout that oneDNN multiplies fastest.
 
-    The layout is kept for the next call with the same weights. As nothing tells when they were changed, say through
-    `.data`, their products with a fixed vector are compared: a fraction of the work, and what they miss is rounding.
+    The layout, a second copy of the weights, is kept for the next call with them. As nothing tells when they were
+    changed, say through `.data`, their products with a fixed vector are compared, which is a fraction of the work. What
+    is too little to change a rounded sum is missed.
     """
 
-    kept = WeakTensorKeyDictionary()  # first weight -> (products with the fixed vector, all weights in that layout)
+    kept = WeakTensorKeyDictionary()  # first weight -> (heads and shapes, products with the vector, layout)
 
-    def __init__(self, weights, bias, join):
-        self.weights, self.bias, self.join, self.joined, self.packed = weights, bias, join, None, None
+    def __init__(self, weights, bias, heads=1):
+        self.weights, self.bias, self.heads, self.joined, self.packed = weights, bias, heads, None, None
         width, D = sum(map(len, weights)), weights[0].shape[1]
         # A single row gains nothing.
         self.least = max(WORTHWHILE // width, 1 + D) if onednn_multiplies(weights[0]) else math.inf
@@ -73,17 +81,19 @@ class PackedProduct:
 
     def weight(self):
         if self.joined is None:
-            self.joined = self.join(self.weights)
+            self.joined = side_by_side(self.weights, self.heads, dim=-2)
         return self.joined
 
     def pack(self):
         """The weights in oneDNN's layout: what was kept, if it is still right."""
         vector = torch.arange(1.0, 1 + self.weights[0].shape[1])[None].sin()
+        vector += vector.sign()  # away from 0, so that every column counts
+        form = self.heads, *(weight.shape for weight in self.weights)
         products = [product(vector, weight) for weight in self.weights]
-        before, packed = self.kept.get(self.weights[0], ([], None))
-        if len(before) != len(products) or not all(map(torch.equal, before, products)):
+        before, earlier, packed = self.kept.get(self.weights[0], (None, [], None))
+        if before != form or not all(map(torch.equal, earlier, products)):
             packed = torch.ops.mkldnn._reorder_linear_weight(self.weight(), 2)  # for 2 rows as for any number but one
-            self.kept[self.weights[0]] = products, packed
+            self.kept[self.weights[0]] = form, products, packed
         return packed
 
 

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, corpus, tokenization
 from modeling_vanilla.generation_vanilla import AbsorbedAttention, Beams, Hypothesis, SearchOptions, top
-from modeling_vanilla.kernels_vanilla import ONEDNN
+from modeling_vanilla.kernels_vanilla import ONEDNN, PackedProduct
 
 
 PAD, START, EOS, UNK = 0, 1, 2, 3
@@ -405,9 +405,19 @@ def test_attention_with_absorbed_projections_equals_the_module(size):
 
 
 def test_search_without_dropout_in_training_mode(model, sources):
-    training = copy.deepcopy(model).train()
+    training, weight = copy.deepcopy(model).train(), torch.ones(2)
+    PackedProduct.kept[weight] = None
     assert tokens(training.search(*sources)) == tokens(model.search(*sources))
     assert training.training and training.model.decoder.layers[0].training
+    assert weight not in PackedProduct.kept  # layouts of weights that are about to change
+
+
+def test_projections_of_which_only_some_have_a_bias(model, sources):
+    model = copy.deepcopy(model)
+    for layer in model.model.decoder.layers:
+        layer.self_attn.q_proj.bias = None
+        nn.init.normal_(layer.self_attn.v_proj.bias)
+    assert tokens(model.search(*sources, num_beams=1, max_new_tokens=9)) == stock(model, *sources, max_new_tokens=9)
 
 
 def test_a_penalty_may_be_a_negative_integer(model, sources):

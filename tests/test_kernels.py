@@ -21,6 +21,7 @@ from modeling_vanilla.kernels_vanilla import (
     SmoothedCrossEntropy,
     dropout,
     product,
+    side_by_side,
 )
 
 
@@ -87,13 +88,10 @@ def test_a_product_is_torchs(onednn):
     assert_same(product(x, weight), F.linear(x, weight), 1e-4)
 
 
-def packed_product(*weights, bias):
-    return PackedProduct(weights, bias, torch.cat)
-
-
 @pytest.fixture
 def packs(onednn, monkeypatch):
     """The numbers of rows for which weights were packed, one for each time."""
+    PackedProduct.kept.clear()
     pack, rows = torch.ops.mkldnn._reorder_linear_weight, []
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", lambda w, n: rows.append(n) or pack(w, n))
     return rows
@@ -102,25 +100,25 @@ def packs(onednn, monkeypatch):
 @pytest.mark.parametrize("shape", [(1, 96), (4, 96), (1, 4, 96), (2, 3, 96)])
 def test_a_packed_product_is_torchs(packs, shape):
     x, a, b, bias = torch.randn(shape), torch.randn(512, 96), torch.randn(100, 96), torch.randn(612)
-    packed = packed_product(a, b, bias=bias)
+    packed = PackedProduct([a, b], bias)
     for _ in range(2):
         assert_same(packed(x), F.linear(x, torch.cat([a, b]), bias), 1e-4)
     assert packs == ([] if x.numel() == 96 else [2])  # for one row oneDNN would choose another layout
 
 
 def test_packed_weights_are_kept_until_they_change_by_any_means_or_are_gone(packs):
-    x, weights = torch.randn(4, 96), [nn.Parameter(torch.randn(512, 96)) for _ in range(2)]
+    x, weights = torch.randn(4, 400), [nn.Parameter(torch.randn(512, 400)) for _ in range(2)]
 
-    def changed():
-        before = len(packs)
-        assert_same(packed_product(*weights, bias=None)(x), F.linear(x, torch.cat(weights)), 1e-4)
+    def changed(heads=1):
+        before, joined = len(packs), side_by_side(weights, heads, -2)
+        assert_same(PackedProduct(weights, None, heads)(x), F.linear(x, joined), 1e-3)
         return len(packs) > before
 
     with torch.no_grad():
-        kept = len(PackedProduct.kept)
-        assert changed() and not changed() and len(PackedProduct.kept) == kept + 1
-        weights[1].data[7, 3] += 1e-3
-        assert changed() and not changed()
+        assert changed() and not changed() and len(PackedProduct.kept) == 1
+        for column in (0, 354, 399):  # sin(355) is almost 0
+            weights[1].data[7, column] += 1e-3
+            assert changed() and not changed()
         for weight in weights:
             for dim in (0, 1):
                 weight.data.copy_(weight.data.flip(dim))
@@ -129,9 +127,10 @@ def test_packed_weights_are_kept_until_they_change_by_any_means_or_are_gone(pack
         assert changed() and not changed()
         weights[0].mul_(1 + 1e-6)
         assert changed() and not changed()
+        assert changed(heads=4) and not changed(heads=4)
         del weights[:], weight
         gc.collect()
-        assert len(PackedProduct.kept) == kept
+        assert len(PackedProduct.kept) == 0
 
 
 def test_other_types_autocast_and_small_products_are_left_to_torch():
