@@ -60,8 +60,8 @@ class PackedProduct:
     """`product` with weights (W_i, D) side by side for many x (..., D), in the layout that oneDNN multiplies fastest.
 
     The layout, a second copy of the weights, is kept for the next call with them. As nothing tells when they were
-    changed, say through `.data`, their products with a fixed vector are compared, which is a fraction of the work. What
-    is too little to change a rounded sum is missed.
+    changed, say through `.data`, their products with a fixed vector are compared, which is a fraction of the work.
+    What is too little to change a rounded sum is missed.
     """
 
     kept = WeakTensorKeyDictionary()  # first weight -> (heads and shapes, products with the vector, layout)
