@@ -117,7 +117,7 @@ def projection(*linears, heads=1):
 
 
 def normalization(norm):
-    """LayerNorm without nn.Module's work around it, which takes nearly as long: a step has three in each layer."""
+    """LayerNorm without nn.Module's work around it: a step has three in each layer."""
     if not plain(norm, nn.LayerNorm):
         return norm
     names = "normalized_shape", "weight", "bias", "eps"
@@ -166,11 +166,11 @@ class AbsorbedAttention:
     def fits(cls, attn, memory):
         """Whether memory (R, S, D) is one short sentence (`search` leaves no padding in it) with plain projections.
 
-        Measured in float32 on CPUs; in half precision the other order of rounding would show.
+        In float32 on CPUs only, where it was measured.
         """
         R, S, _ = memory.shape
-        weights_only = plain(attn.q_proj, nn.Linear, Linear) and plain(attn.out_proj, nn.Linear, Linear)
-        return R == 1 and 0 < attn.heads * S <= cls.ROWS and weights_only and onednn_multiplies(memory)
+        short = R == 1 and 0 < attn.heads * S <= cls.ROWS and onednn_multiplies(memory)
+        return short and all(plain(m, nn.Linear, Linear) for m in (attn.q_proj, attn.out_proj))
 
 
 class IncrementalLayer:

@@ -1,10 +1,12 @@
 # Copyright 2026 The vanilla-transformer authors. Licensed under the Apache License, Version 2.0.
 """What PyTorch computes too, but slower or with more memory: linear maps, dropout (§5.4), label smoothing (§5.4).
 
-benchmarks/ measures what they are worth. Shapes: N tokens, D = d_model, V = vocab_size.
+Importing it also changes what glibc does with freed memory. benchmarks/ measures what they are worth.
+Shapes: N tokens, D = d_model, V = vocab_size.
 """
 
 import math
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -67,24 +69,22 @@ class PackedProduct:
     kept = WeakTensorKeyDictionary()  # first weight -> (heads and shapes, products with the vector, layout)
 
     def __init__(self, weights, bias, heads=1):
-        self.weights, self.bias, self.heads, self.joined, self.packed = weights, bias, heads, None, None
+        self.weights, self.bias, self.heads = weights, bias, heads
         width, D = sum(map(len, weights)), weights[0].shape[1]
         # A single row gains nothing.
         self.least = max(WORTHWHILE // width, 1 + D) if onednn_multiplies(weights[0]) else math.inf
 
     def __call__(self, x):
         if x.numel() < self.least:
-            return product(x, self.weight(), self.bias)
-        if self.packed is None:
-            self.packed = self.pack()
+            return product(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
+    @cached_property
     def weight(self):
-        if self.joined is None:
-            self.joined = side_by_side(self.weights, self.heads, dim=-2)
-        return self.joined
+        return side_by_side(self.weights, self.heads, dim=-2)
 
-    def pack(self):
+    @cached_property
+    def packed(self):
         """The weights in oneDNN's layout: what was kept, if it is still right."""
         vector = torch.arange(1.0, 1 + self.weights[0].shape[1])[None].sin()
         vector += vector.sign()  # away from 0, so that every column counts
@@ -92,7 +92,7 @@ class PackedProduct:
         products = [product(vector, weight) for weight in self.weights]
         before, earlier, packed = self.kept.get(self.weights[0], (None, [], None))
         if before != form or not all(map(torch.equal, earlier, products)):
-            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight(), 2)  # for 2 rows as for any number but one
+            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, 2)  # for 2 rows as for any number but one
             self.kept[self.weights[0]] = form, products, packed
         return packed
 

@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from modeling_vanilla import VanillaConfig, VanillaForConditionalGeneration, corpus, tokenization
 from modeling_vanilla.generation_vanilla import AbsorbedAttention, Beams, Hypothesis, SearchOptions, top
 from modeling_vanilla.kernels_vanilla import ONEDNN, PackedProduct
+from modeling_vanilla.modeling_vanilla import VanillaDecoderLayer
 
 
 PAD, START, EOS, UNK = 0, 1, 2, 3
@@ -363,18 +364,15 @@ def test_projections_that_are_not_plain_are_called(rows, model, sources):
     assert tokens(model.search(*sources, num_beams=1, **limits)) == stock(model, *sources, **limits)
 
 
+LAYER, HOOKED = (
+    "model.decoder.layers.1.{}",
+    ["encoder_attn.q_proj", "encoder_attn.out_proj", "fc1", "final_layer_norm"],
+)
+
+
 @pytest.mark.parametrize("rows", [slice(1, 2), slice(None)])
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lm_head",
-        *(
-            f"model.decoder.layers.1.{name}"
-            for name in ("encoder_attn.q_proj", "encoder_attn.out_proj", "fc1", "final_layer_norm")
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["lm_head", *map(LAYER.format, HOOKED)])
 def test_hooks_are_heeded(name, kind, rows, model, sources):
     model, sources, seen = copy.deepcopy(model), [part[rows] for part in sources], []
 
@@ -391,12 +389,9 @@ def test_hooks_are_heeded(name, kind, rows, model, sources):
 @pytest.mark.parametrize("size", [1, 12])
 def test_attention_with_absorbed_projections_equals_the_module(size):
     torch.manual_seed(0)
-    attn = (
-        VanillaForConditionalGeneration(VanillaConfig.preset("tiny", vocab_size=8))
-        .model.decoder.layers[0]
-        .encoder_attn
-    )
-    nn.init.normal_(attn.q_proj.bias), nn.init.normal_(attn.out_proj.bias)
+    attn = VanillaDecoderLayer(VanillaConfig.preset("tiny", vocab_size=8), 0).encoder_attn
+    for projection in (attn.q_proj, attn.out_proj):
+        nn.init.normal_(projection.bias)
     x, memory = torch.randn(4, attn.config.d_model), torch.randn(1, size, attn.config.d_model)
     with torch.inference_mode():
         assert AbsorbedAttention.fits(attn, memory) and not AbsorbedAttention.fits(attn, memory.expand(2, -1, -1))
